@@ -1,0 +1,45 @@
+"""Installs two packages: `modeling_kda`, and `modeling_kda.conversion`, whose files lie in the top-level folder `conversion/`.
+
+Each package is named: find_packages() would also install top-level packages called tests, examples and conversion.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+
+setup(
+    name="modeling_kda",
+    version="0.1.0",
+    description="From GPT-2 to Kimi Delta Attention: the linear attention lineage as one model family for transformers",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    if Path(__file__).with_name("README.md").exists()
+    else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=["modeling_kda", "modeling_kda.conversion", "modeling_kda.model_cards"],
+    package_dir={
+        "modeling_kda": "modeling_kda",
+        "modeling_kda.conversion": "conversion",
+        "modeling_kda.model_cards": "model_cards",
+    },
+    package_data={"modeling_kda.conversion": ["*.txt"], "modeling_kda.model_cards": ["TEMPLATE.md"]},
+    # the lower bounds are the versions that the tests were run with
+    install_requires=[
+        "torch>=2.13",
+        "transformers>=5.24",
+        "huggingface_hub>=2.4",
+        "accelerate>=1.15",
+        "safetensors>=0.8",
+        "peft>=0.21.2",
+        "jinja2>=3.1",  # huggingface_hub fills model cards with it and does not require it
+        "tqdm>=4.67",
+    ],
+    extras_require={
+        "test": ["pytest>=8.4", "pytest-xdist>=3.8", "ruff>=0.17,<0.18"],
+        "demo": ["matplotlib>=3.10"],
+        # on Linux the CUDA wheels of torch bring triton already
+        "gpu": ["triton>=3.6"],
+    },
+    entry_points={"console_scripts": ["kda = modeling_kda.conversion.cli:main"]},
+)
