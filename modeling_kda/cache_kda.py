@@ -1,0 +1,289 @@
+"""What generation carries from call to call, per layer: keys and values, or a conv window and a state.
+
+Softmax layers use transformers' own cache layers. Recurrent layers use `RecurrentLayer`, which can also be taken back by
+a few tokens (`crop`), so that assisted and prompt-lookup generation work. It is put into whatever cache `generate`, an
+assistant or the user made (`adopt_cache`); `KDACache` is the ready-made one.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.utils import is_torchdynamo_compiling
+
+from .ops import advance_state
+from .stages import STAGES
+
+
+class KDACache(DynamicCache):
+    """A cache for any mix of stages.
+
+    Args:
+        config: the model's `KDAConfig`.
+        max_rollback: how many tokens `crop` can take back from recurrent layers. 0 (the default) records nothing until
+            `activate_past_recording` is called (assisted generation does so), then `config.max_rollback` holds.
+    """
+
+    def __init__(self, config, max_rollback: int = 0):
+        super().__init__(config=config)
+        adopt_cache(self, config)
+        if max_rollback:
+            for layer in self.layers:
+                if isinstance(layer, RecurrentLayer):
+                    layer.max_rollback = max_rollback
+            self.activate_past_recording()
+
+
+def adopt_cache(cache, config):
+    """Put a `RecurrentLayer` in the place of each linear-attention layer of `cache` that transformers made, in place.
+
+    Layers that already hold something, and layers of ours, are left alone, so this may be called at every forward.
+    """
+    if not cache.layers and getattr(cache, "layer_class_to_replicate", None) is not None:
+        # a cache made without a config does not know yet what its layers are
+        cache.layers = [
+            DynamicLayer() if kind == "full_attention" else LinearAttentionLayer() for kind in config.layer_types
+        ]
+        cache.layer_class_to_replicate = None
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"the cache must have one layer per layer of the model, {config.num_hidden_layers}, got {len(cache.layers)}; "
+            "make it with KDACache(config)"
+        )
+    # without a softmax layer nobody else counts the tokens
+    counts = [not any(kind == "full_attention" for kind in config.layer_types)] + [False] * len(cache.layers)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is LinearAttentionLayer:
+            kind = CountingRecurrentLayer if counts[i] else RecurrentLayer
+            cache.layers[i] = kind(STAGES[config.stages[i]].erase, config.max_rollback, layer.record_past)
+    return cache
+
+
+@dataclass
+class Written:
+    """What a run of tokens wrote, enough to write it again.
+
+    k: [B, T, HV, K] or [B, T, H, K], v: [B, T, HV, V], beta: [B, T, HV] or None, log_decay: [B, T, HV, 1 or K] or None,
+    conv_inputs: [B, T, C] or None, real: [B, T] bool or None (no padding).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor | None
+    log_decay: torch.Tensor | None
+    conv_inputs: torch.Tensor | None
+    real: torch.Tensor | None
+
+    def __len__(self):
+        return self.k.shape[1]
+
+    def map(self, function):
+        return Written(*(None if t is None else function(t) for t in self._tensors()))
+
+    def __add__(self, later):
+        pairs = zip(self._filled(later)._tensors(), later._filled(self)._tensors(), strict=True)
+        return Written(*(None if a is None else torch.cat([a, b], 1) for a, b in pairs))
+
+    def _tensors(self):
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def _filled(self, other):
+        """Make what is absent here but present in `other` explicit: no padding, full strength, no decay."""
+        shape = self.k.shape[:2]
+        real = self.real if self.real is not None or other.real is None else other.real.new_ones(shape)
+        beta, log_decay = self.beta, self.log_decay
+        if beta is None and other.beta is not None:
+            beta = other.beta.new_ones(*shape, *other.beta.shape[2:])
+        if log_decay is None and other.log_decay is not None:
+            log_decay = other.log_decay.new_zeros(*shape, *other.log_decay.shape[2:])
+        return Written(self.k, self.v, beta, log_decay, self.conv_inputs, real)
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The cache of one recurrent layer: the last inputs of the short convolution and the state.
+
+    With `record_past` it also keeps the state as it was `max_rollback` tokens ago (or more) and what was written since;
+    `crop(-n)` writes all but the last n tokens again from there.
+    """
+
+    def __init__(self, erase: bool, max_rollback: int, record_past: bool = False):
+        super().__init__()
+        self.erase = erase
+        self.max_rollback = max_rollback
+        self.record_past = record_past
+        self.checkpoint = None  # (conv window, state) before the tokens in `written`
+        self.written = None
+
+    def read(self):
+        """Returns (conv window [B, W-1, C] or None, state [B, HV, K, V] or None). Neither may be modified."""
+        if not self.has_previous_state[0]:
+            return None, None
+        return self.conv_states[0], self.recurrent_states[0]
+
+    def write(self, window, state, written: Written):
+        """Store what the next call starts from.
+
+        Args: window: [B, W-1, C] or None; state: [B, HV, K, V]; written: what this call wrote.
+        """
+        if self.record_past and self.written is None:
+            self.checkpoint = tuple(None if t is None else t.clone() for t in self.read())
+        self._store(window, state)
+        if self.record_past:
+            self._record(written)
+
+    def activate_past_recording(self):
+        """From the next call on, remember enough to take tokens back."""
+        self.record_past = True
+
+    @property
+    def is_croppable(self):
+        return self.record_past
+
+    def crop(self, tokens_to_remove: int):
+        """Take the last `-tokens_to_remove` tokens back; 0 does nothing.
+
+        Raises: ValueError if that many tokens were not recorded, or for a positive number.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {-count}")
+        if count == 0 or not self.has_previous_state[0]:
+            return
+        recorded = len(self.written) if self.written is not None else 0
+        if count > recorded:
+            raise ValueError(
+                f"a recurrent layer can take back {recorded} recorded tokens, got crop(-{count}); "
+                "make the cache with KDACache(config, max_rollback=...) or call activate_past_recording() before the "
+                "tokens are written, and raise max_rollback if it is too small"
+            )
+        self.written = self.written.map(lambda t: t[:, : recorded - count])
+        self._store(*self._replay(*self.checkpoint, self.written))
+
+    def reset(self):
+        super().reset()
+        self.checkpoint = self.written = None
+
+    def reorder_cache(self, beam_idx):
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int):
+        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices):
+        self._map(lambda t: t[indices.to(t.device)])
+
+    def offload(self):
+        self._map(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self):
+        self._map(lambda t: t.to(self.device, non_blocking=True))
+
+    def _record(self, written):
+        """Append; once there are more than twice as many tokens as needed, move the checkpoint forward."""
+        self.written = written if self.written is None else self.written + written
+        if len(self.written) > 2 * self.max_rollback:
+            old = len(self.written) - self.max_rollback
+            self.checkpoint = self._replay(*self.checkpoint, self.written.map(lambda t: t[:, :old]))
+            self.written = self.written.map(lambda t: t[:, old:].clone())
+
+    def _replay(self, window, state, written):
+        """The (window, state) after writing the given tokens again."""
+        if written.conv_inputs is not None:
+            window = next_window(window, written.conv_inputs, written.real, self.conv_kernel_size[0])
+        if state is None:
+            HV, K, V = self.recurrent_states[0].shape[1:]
+            state = self.recurrent_states[0].new_zeros(written.k.shape[0], HV, K, V)
+        if len(written):
+            state = advance_state(written.k, written.v, written.beta, written.log_decay, state, erase=self.erase)
+        return window, state
+
+    def _store(self, window, state):
+        self.device = state.device
+        if window is not None:
+            self.conv_states[0] = _keep(self.conv_states[0], window)
+            self.conv_kernel_size[0] = window.shape[1]
+            self.is_conv_states_initialized[0] = True
+        self.recurrent_states[0] = _keep(self.recurrent_states[0], state)
+        self.is_recurrent_states_initialized[0] = True
+        self.has_previous_state[0] = True
+
+    def _map(self, function):
+        """Apply a function to every tensor held."""
+        for held in (self.conv_states, self.recurrent_states):
+            if held[0] is not None:
+                held[0] = function(held[0])
+        if self.written is not None:
+            self.written = self.written.map(function)
+            self.checkpoint = tuple(None if t is None else function(t) for t in self.checkpoint)
+
+
+class CountingRecurrentLayer(RecurrentLayer, CacheLayerMixin):
+    """The first layer of a model without softmax layers: it also counts the tokens, for positions and for `generate`.
+
+    The counter is a tensor, because a Python number that changes at every step makes torch.compile compile again.
+    """
+
+    supports_early_init = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)
+
+    def write(self, window, state, written):
+        super().write(window, state, written)
+        self.cumulative_length.add_(len(written))
+
+    def crop(self, tokens_to_remove):
+        super().crop(tokens_to_remove)
+        self.cumulative_length.add_(int(tokens_to_remove))
+
+    def reset(self):
+        super().reset()
+        self.cumulative_length.zero_()
+
+    def get_seq_length(self):
+        return self.cumulative_length if is_torchdynamo_compiling() else int(self.cumulative_length)
+
+    def get_mask_sizes(self, query_length):
+        return self.get_seq_length() + query_length, 0
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise ValueError("a recurrent layer keeps a state, not keys and values; its cache is written by the mixer")
+
+
+def next_window(window, inputs, real, taps_before):
+    """The last real inputs of the short convolution, which the next call starts from.
+
+    Args: window: [B, W-1, C] or None; inputs: [B, T, C]; real: [B, T] bool or None; taps_before: W-1.
+    Returns: [B, W-1, C], zeros where there were no inputs yet.
+    """
+    if window is None:
+        window = inputs.new_zeros(inputs.shape[0], taps_before, inputs.shape[2])
+    joined = torch.cat([window, inputs], dim=1)
+    if real is None:
+        return joined[:, inputs.shape[1] :]
+    # position in `joined` of the last W-1 inputs that are real, in time order
+    seen = torch.cat([real.new_ones(real.shape[0], taps_before), real], dim=1)
+    order = torch.argsort(seen.to(torch.int8), dim=1, stable=True)[:, inputs.shape[1] :]
+    return joined.gather(1, order[..., None].expand(-1, -1, joined.shape[2]))
+
+
+def _keep(held, new):
+    """Copy into the tensor held, so that its address stays (CUDA graphs), unless gradients must flow or it cannot take it."""
+    in_place = (
+        held is not None
+        and held.shape == new.shape
+        and held.dtype == new.dtype
+        and held.device == new.device
+        and not new.requires_grad
+        and not held.requires_grad
+        and held.is_inference() == torch.is_inference_mode_enabled()
+    )
+    if in_place:
+        return held.copy_(new)
+    if not is_torchdynamo_compiling() and not new.requires_grad:
+        new = new.clone()
+        torch._dynamo.mark_static_address(new)
+    return new

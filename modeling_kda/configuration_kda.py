@@ -1,0 +1,202 @@
+"""The configuration of every model of the lineage, from GPT-2 (all ``softmax``) to a Kimi-Linear-like hybrid."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from .stages import STAGES
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_kda.KDAConfig",
+    "AutoModel": "modeling_kda.KDAModel",
+    "AutoModelForCausalLM": "modeling_kda.KDAForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_kda.KDAForSequenceClassification",
+}
+
+
+@strict
+class KDAConfig(PreTrainedConfig):
+    r"""Configuration of [`KDAModel`] and its heads. Keyword arguments only; the defaults are GPT-2 small with KDA mixers.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width D of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: heads H of queries and keys, in every layer.
+        stages: the mixer of each layer: one name from `STAGES` for all layers, or a list with one name per layer
+            (that is how hybrids are made). Always a list after initialisation.
+        head_dim: key channels K per head; `hidden_size // num_attention_heads` if not given.
+        value_head_dim: value channels V per head of the recurrent layers; `head_dim` if not given.
+        num_value_heads: value heads of the recurrent layers, a multiple of `num_attention_heads` (value head h reads
+            query and key head `h // (num_value_heads // num_attention_heads)`); `num_attention_heads` if not given.
+        intermediate_size: width of the MLP; `4 * hidden_size` if not given.
+        hidden_act: activation of the MLP, a name transformers knows.
+        mlp_gated: `True` for a gated MLP (SwiGLU with `hidden_act="silu"`).
+        attention_bias: biases on the projections of the mixers.
+        mlp_bias: biases in the MLP.
+        norm: `"layernorm"` or `"rmsnorm"`.
+        norm_eps: epsilon of all norms.
+        position_embedding: `"learned"` (GPT-2) or `"none"`.
+        max_position_embeddings: number of learned positions; with `"none"` only a hint about the training length.
+        tie_word_embeddings: whether the head shares the input embedding.
+        attention_dropout: dropout on the attention weights of softmax layers, in training.
+        hidden_dropout: dropout on the embeddings and on what mixers and MLPs add, in training.
+        short_conv_kernel_size: taps W of the causal depthwise convolution on q, k and v of recurrent layers; 0 for none.
+        short_conv_activation: `None`, `"silu"` or `"relu"`, applied after the convolution.
+        output_gate: `"none"`, `"low_rank"` (Kimi Linear) or `"full"` (Kimi K3) sigmoid gate on the mixer's output.
+        output_gate_rank: rank of the low-rank gate; `value_head_dim` if not given.
+        output_norm: whether recurrent layers normalise each head's output (RMSNorm) before the gate.
+        decay_gate: `"softplus"`: log_decay = -exp(A_log) softplus(x + dt_bias), or `"lower_bound"`: log_decay =
+            decay_lower_bound * sigmoid(exp(A_log) (x + dt_bias)); for `gated_delta` and `kda`.
+        decay_lower_bound: the bound of the second form, negative.
+        decay_rank: rank of the projection behind the per-channel decay of `kda`; `head_dim` if not given.
+        feature_map: `"elu"` (elu + 1) or `"hedgehog"` (learned), for `linear`.
+        max_rollback: how many tokens a cache that records its past can take back from recurrent layers with `crop`.
+        initializer_range: standard deviation of freshly initialised matrices.
+
+    Raises:
+        ValueError: for a value that is not allowed; the message names the field.
+        huggingface_hub.errors.StrictDataclassFieldValidationError: for a wrong type.
+    """
+
+    model_type = "kda_hybrid"
+    keys_to_ignore_at_inference = ["cache"]
+    attribute_map = {
+        "num_key_value_heads": "num_attention_heads",
+        "layer_norm_epsilon": "norm_eps",
+        "n_positions": "max_position_embeddings",
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    stages: str | list[str] = "kda"
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    num_value_heads: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu_new"
+    mlp_gated: bool = False
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    position_embedding: str = "learned"
+    max_position_embeddings: int = 1024
+    tie_word_embeddings: bool = True
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    short_conv_kernel_size: int = 4
+    short_conv_activation: str | None = None
+    output_gate: str = "low_rank"
+    output_gate_rank: int | None = None
+    output_norm: bool = True
+    decay_gate: str = "softplus"
+    decay_lower_bound: float = -5.0
+    decay_rank: int | None = None
+    feature_map: str = "elu"
+    max_rollback: int = 64
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    pad_token_id: int | None = None
+    auto_map: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        # derived from `stages`: a stored copy could disagree
+        layer_types = kwargs.pop("layer_types", None)
+        if isinstance(self.stages, str):
+            self.stages = [self.stages] * self.num_hidden_layers
+        self.head_dim = self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
+        self.value_head_dim = self.value_head_dim or self.head_dim
+        self.num_value_heads = self.num_value_heads or self.num_attention_heads
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        self.output_gate_rank = self.output_gate_rank or self.value_head_dim
+        self.decay_rank = self.decay_rank or self.head_dim
+        # a new dict each time: saving writes into it
+        self.auto_map = {**AUTO_MAP, **(self.auto_map or {})}
+        # here too, so that a wrong value is a plain ValueError before anything reads it
+        self.validate_stages()
+        self.validate_choices()
+        self.validate_sizes()
+        super().__post_init__(**kwargs)
+        if layer_types is not None and list(layer_types) != self.layer_types:
+            raise ValueError(
+                f"layer_types follow from stages and would be {self.layer_types}, got {list(layer_types)}; "
+                "set stages and leave layer_types out"
+            )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """transformers' word for each layer, derived from `stages`."""
+        return [STAGES[stage].layer_type for stage in self.stages]
+
+    def validate_stages(self):
+        """`stages` must name one stage of the lineage per layer."""
+        unknown = sorted(set(self.stages) - set(STAGES))
+        if unknown:
+            raise ValueError(f"stages must come from {list(STAGES)}, got {unknown}")
+        if len(self.stages) != self.num_hidden_layers:
+            raise ValueError(
+                f"stages must have one entry per layer, num_hidden_layers={self.num_hidden_layers}, got {len(self.stages)} "
+                f"entries; give one name for all layers or {self.num_hidden_layers} names"
+            )
+
+    def validate_layer_type(self):
+        """Nothing to check: `layer_types` is derived."""
+
+    def validate_choices(self):
+        """Fields that are one of a few words."""
+        choices = {
+            "norm": ("layernorm", "rmsnorm"),
+            "position_embedding": ("learned", "none"),
+            "short_conv_activation": (None, "silu", "relu"),
+            "output_gate": ("none", "low_rank", "full"),
+            "decay_gate": ("softplus", "lower_bound"),
+            "feature_map": ("elu", "hedgehog"),
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {list(allowed)}, got {getattr(self, field)!r}")
+
+    def validate_sizes(self):
+        """Sizes that must be positive, and those that must fit together."""
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "head_dim",
+            "value_head_dim",
+            "num_value_heads",
+            "intermediate_size",
+            "output_gate_rank",
+            "decay_rank",
+            "max_position_embeddings",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_value_heads % self.num_attention_heads:
+            raise ValueError(
+                f"num_value_heads must be a multiple of num_attention_heads={self.num_attention_heads}, "
+                f"got {self.num_value_heads}"
+            )
+        if self.short_conv_kernel_size < 0 or self.max_rollback < 0:
+            raise ValueError(
+                "short_conv_kernel_size and max_rollback must not be negative, got "
+                f"{self.short_conv_kernel_size} and {self.max_rollback}"
+            )
+        if self.decay_lower_bound >= 0:
+            raise ValueError(f"decay_lower_bound must be negative, got {self.decay_lower_bound}")
+
+
+__all__ = ["KDAConfig"]

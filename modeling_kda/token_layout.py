@@ -1,0 +1,106 @@
+"""Which tokens of a batch are real and which belong together, worked out once per forward for all recurrent layers.
+
+A recurrent layer needs three things where softmax attention needs a mask: padding must be an exact no-op, the short
+convolution must look at the previous real tokens, and a packed document must start from an empty state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass
+class TokenLayout:
+    """Attributes (each None when there is nothing to do):
+    real: [B, T] bool, False on padding.
+    order: [B, T] int64, real tokens first, each group in time order (only with padding).
+    starts: [B, T] bool, True on the first token of each packed document.
+    age: [B, T] int64, index of each token within its document (only when packed).
+    """
+
+    real: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    age: torch.Tensor | None = None
+
+    @classmethod
+    def padded(cls, real):
+        """Rows with padding anywhere. real: [B, T] bool."""
+        return cls(real=real, order=torch.argsort((~real).to(torch.int8), dim=1, stable=True))
+
+    @classmethod
+    def packed(cls, document, real=None):
+        """Rows that hold several documents. document: [B, T], equal numbers for tokens of one document in a row."""
+        starts = first_of_run(document)
+        positions = torch.arange(document.shape[1], device=document.device).expand_as(document)
+        age = positions - positions.where(starts, 0).cummax(1).values
+        return cls(real=real, starts=starts, age=age)
+
+    def compact(self, x):
+        """Move the real tokens of [B, T, C] to the front of each row."""
+        return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))
+
+    def spread(self, x):
+        """Undo `compact`."""
+        if self.order is None:
+            return x
+        return torch.zeros_like(x).scatter(1, self.order[..., None].expand_as(x), x)
+
+    def silence(self, beta):
+        """A padded token writes nothing. beta: [B, T, H]."""
+        return beta if self.real is None else beta * self.real[..., None]
+
+    def hold(self, log_decay):
+        """Padding forgets nothing; the first token of a document forgets everything before it.
+
+        log_decay: [B, T, H, 1 or K]. exp(FORGET_ALL) is exactly zero, so nothing leaks between documents.
+        """
+        if self.real is not None:
+            log_decay = log_decay.masked_fill(~self.real[..., None, None], 0.0)
+        if self.starts is not None:
+            log_decay = log_decay.masked_fill(self.starts[..., None, None], FORGET_ALL)
+        return log_decay
+
+
+FORGET_ALL = -1e4
+
+
+def first_of_run(ids):
+    """[B, T] -> bool: True where a token's number differs from that of the token before it in its row."""
+    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+
+
+def documents_from_positions(position_ids, real=None):
+    """[B, T] position ids -> [B, T] document numbers: a new document wherever positions do not go up by one.
+
+    Position ids of padding mean nothing, so a jump counts only between two real tokens.
+    """
+    jump = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if real is not None:
+        jump = jump & real[:, 1:] & real[:, :-1]
+    return F.pad(jump, (1, 0)).cumsum(1)
+
+
+def documents_from_cu_seqlens(cu_seqlens, shape):
+    """[N+1] boundaries in the flattened B*T tokens -> [B, T] document numbers.
+
+    Tokens after the last boundary (collators that pad to a multiple append them) form one more document.
+
+    Raises: ValueError if the boundaries do not start at 0, decrease, or lie outside the batch.
+    """
+    bounds = cu_seqlens.to(torch.int64)
+    total = shape[0] * shape[1]
+    if bounds.dim() != 1 or bounds.numel() < 2 or bounds[0] != 0 or bounds[-1] > total or (bounds.diff() < 0).any():
+        raise ValueError(
+            f"cu_seq_lens_q must be one-dimensional, start at 0, never decrease and end within the {total} tokens of "
+            f"the batch, got {cu_seqlens.tolist()}"
+        )
+    tokens = torch.arange(total, device=bounds.device)
+    return torch.searchsorted(bounds[1:].contiguous(), tokens, right=True).view(shape)
+
+
+def isolate_padding(document, real):
+    """Give every padded token of packed rows a document of its own. document, real: [B, T]."""
+    split = (document[:, 1:] != document[:, :-1]) | ~real[:, 1:] | ~real[:, :-1]
+    return F.pad(split, (1, 0)).cumsum(1)
