@@ -1,8 +1,8 @@
 """What generation carries from call to call, per layer: keys and values, or a conv window and a state.
 
-Softmax layers use transformers' own cache layers. Recurrent layers use `RecurrentLayer`, which can also be taken back by
-a few tokens (`crop`), so that assisted and prompt-lookup generation work. It is put into whatever cache `generate`, an
-assistant or the user made (`adopt_cache`); `KDACache` is the ready-made one.
+Softmax layers use transformers' own cache layers. Recurrent layers use `RecurrentLayer`, which can also be taken back
+by a few tokens (`crop`), so that assisted and prompt-lookup generation work. It is put into whatever cache `generate`,
+an assistant or the user made (`adopt_cache`); `KDACache` is the ready-made one.
 """
 
 from dataclasses import dataclass, fields
@@ -47,8 +47,8 @@ def adopt_cache(cache, config):
         cache.layer_class_to_replicate = None
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
-            f"the cache must have one layer per layer of the model, {config.num_hidden_layers}, got {len(cache.layers)}; "
-            "make it with KDACache(config)"
+            f"the cache must have one layer per layer of the model, {config.num_hidden_layers}, "
+            f"got {len(cache.layers)}; make it with KDACache(config)"
         )
     # without a softmax layer nobody else counts the tokens
     counts = [not any(kind == "full_attention" for kind in config.layer_types)] + [False] * len(cache.layers)
@@ -63,7 +63,7 @@ def adopt_cache(cache, config):
 class Written:
     """What a run of tokens wrote, enough to write it again.
 
-    k: [B, T, HV, K] or [B, T, H, K], v: [B, T, HV, V], beta: [B, T, HV] or None, log_decay: [B, T, HV, 1 or K] or None,
+    k: [B, T, H, K], v: [B, T, HV, V], beta: [B, T, HV] or None, log_decay: [B, T, HV, 1 or K] or None,
     conv_inputs: [B, T, C] or None, real: [B, T] bool or None (no padding).
     """
 
@@ -102,8 +102,8 @@ class Written:
 class RecurrentLayer(LinearAttentionLayer):
     """The cache of one recurrent layer: the last inputs of the short convolution and the state.
 
-    With `record_past` it also keeps the state as it was `max_rollback` tokens ago (or more) and what was written since;
-    `crop(-n)` writes all but the last n tokens again from there.
+    With `record_past` it also keeps the state as it was `max_rollback` tokens ago (or more) and what was written
+    since; `crop(-n)` writes all but the last n tokens again from there.
     """
 
     def __init__(self, erase: bool, max_rollback: int, record_past: bool = False):
@@ -271,7 +271,7 @@ def next_window(window, inputs, real, taps_before):
 
 
 def _keep(held, new):
-    """Copy into the tensor held, so that its address stays (CUDA graphs), unless gradients must flow or it cannot take it."""
+    """Copy into the tensor held, so that its address stays (CUDA graphs); replace it where gradients must flow."""
     in_place = (
         held is not None
         and held.shape == new.shape

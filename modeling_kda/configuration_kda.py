@@ -15,7 +15,7 @@ AUTO_MAP = {
 
 @strict
 class KDAConfig(PreTrainedConfig):
-    r"""Configuration of [`KDAModel`] and its heads. Keyword arguments only; the defaults are GPT-2 small with KDA mixers.
+    r"""Configuration of [`KDAModel`] and its heads, keyword only. The defaults are GPT-2 small with KDA mixers.
 
     Args:
         vocab_size: number of tokens.
@@ -40,7 +40,7 @@ class KDAConfig(PreTrainedConfig):
         tie_word_embeddings: whether the head shares the input embedding.
         attention_dropout: dropout on the attention weights of softmax layers, in training.
         hidden_dropout: dropout on the embeddings and on what mixers and MLPs add, in training.
-        short_conv_kernel_size: taps W of the causal depthwise convolution on q, k and v of recurrent layers; 0 for none.
+        short_conv_kernel_size: taps W of the causal convolution on q, k and v of recurrent layers; 0 for none.
         short_conv_activation: `None`, `"silu"` or `"relu"`, applied after the convolution.
         output_gate: `"none"`, `"low_rank"` (Kimi Linear) or `"full"` (Kimi K3) sigmoid gate on the mixer's output.
         output_gate_rank: rank of the low-rank gate; `value_head_dim` if not given.
@@ -147,8 +147,8 @@ class KDAConfig(PreTrainedConfig):
             raise ValueError(f"stages must come from {list(STAGES)}, got {unknown}")
         if len(self.stages) != self.num_hidden_layers:
             raise ValueError(
-                f"stages must have one entry per layer, num_hidden_layers={self.num_hidden_layers}, got {len(self.stages)} "
-                f"entries; give one name for all layers or {self.num_hidden_layers} names"
+                f"stages must have one entry per layer, num_hidden_layers={self.num_hidden_layers}, "
+                f"got {len(self.stages)}; give one name for all layers or {self.num_hidden_layers} names"
             )
 
     def validate_layer_type(self):

@@ -124,8 +124,8 @@ class Decay(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Softplus form: rates from 1 to 16 and steps from 0.001 to 0.1, as Mamba-2 and Kimi Linear start. Bounded form:
-        rate 1 and log-decays from -0.001 to -1."""
+        """Softplus form: rates from 1 to 16 and steps from 0.001 to 0.1, as Mamba-2 and Kimi Linear start.
+        Bounded form: rate 1 and log-decays from -0.001 to -1."""
         if self.lower_bound is None:
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(1.0, 16.0).log())
             step = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()

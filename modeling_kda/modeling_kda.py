@@ -260,7 +260,8 @@ def _real_tokens(attention_mask, T, past):
         return None
     if not is_torchdynamo_compiling() and real.shape[-1] < T:
         raise ValueError(
-            f"attention_mask must cover the {past} tokens in the cache and the {T} new ones, got {real.shape[-1]} columns"
+            f"attention_mask must cover the {past} tokens in the cache and the {T} new ones, "
+            f"got {real.shape[-1]} columns"
         )
     real = real[:, -T:] != 0
     return None if not is_torchdynamo_compiling() and real.all() else real

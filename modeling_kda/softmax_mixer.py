@@ -52,7 +52,7 @@ class SoftmaxMixer(nn.Module):
 
 
 def eager_attention(module, q, k, v, mask, scaling, dropout=0.0, **kwargs):
-    """The definition, and the only implementation that returns its weights. q, k, v: [B, H, T or S, K]; mask is additive."""
+    """The definition, and the only implementation that returns its weights. q, k, v: [B, H, ., K]; mask: additive."""
     scores = q @ k.transpose(2, 3) * scaling
     if mask is not None:
         scores = scores + mask
