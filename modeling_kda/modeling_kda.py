@@ -70,10 +70,6 @@ class KDAPreTrainedModel(PreTrainedModel):
         if isinstance(module, Decay | HedgehogFeatureMap | RMSNorm | ShortConvolution):
             module.reset_parameters()
 
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
-
 
 class KDAModel(KDAPreTrainedModel):
     """The blocks without a head. See [`KDAConfig`] for what can be built."""
