@@ -106,7 +106,7 @@ class KDAModel(KDAPreTrainedModel):
             position_ids: [B, T]. A row in which they start again holds several packed documents, which never see each
                 other; `cu_seq_lens_q` [N+1] or `seq_idx` [B, T] say the same.
             cache: what earlier calls returned, or a new `KDACache`, `DynamicCache` or `StaticCache`.
-            use_cache: whether to return a cache; not for packed rows.
+            use_cache: whether to make and return a cache; ignored in training mode and for packed rows.
 
         Raises: ValueError for inputs that contradict each other or that a recurrent layer cannot honour.
         """
@@ -120,7 +120,8 @@ class KDAModel(KDAPreTrainedModel):
         real = _real_tokens(attention_mask, T, past)
         document = _find_documents((B, T), position_ids, *documents, real=real, cache=cache)
         if document is None:
-            if use_cache and cache is None:
+            # in training the default use_cache=True would only cost memory; who wants a cache there passes one
+            if use_cache and cache is None and not self.training:
                 cache = KDACache(self.config)
             if position_ids is None:
                 position_ids = _count_positions(attention_mask, B, T, past, inputs_embeds.device)
