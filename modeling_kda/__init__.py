@@ -25,6 +25,12 @@ KDAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassi
 # Trainer (label smoothing) and pipelines look classes up by name in these tables, which register() does not fill
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KDAConfig.model_type] = "KDAForCausalLM"
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[KDAConfig.model_type] = "KDAForSequenceClassification"
+# LoRA's default targets: projections that the mixer of every stage has
+try:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_TARGETS
+except ImportError:
+    LORA_TARGETS = {}
+LORA_TARGETS[KDAConfig.model_type] = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 __all__ = [
     "STAGES",

@@ -56,6 +56,13 @@ def adopt_cache(cache, config):
         if type(layer) is LinearAttentionLayer:
             kind = CountingRecurrentLayer if counts[i] else RecurrentLayer
             cache.layers[i] = kind(STAGES[config.stages[i]].erase, config.max_rollback, layer.record_past)
+            cache.layers[i].in_static_cache = not isinstance(cache, DynamicCache)
+        elif config.layer_types[i] == "linear_attention" and not hasattr(layer, "read"):
+            raise ValueError(
+                f"layer {i} of the model, {config.stages[i]}, keeps a state, got a cache with keys and values in its "
+                f"place ({type(layer).__name__}); make the cache with KDACache(config). Methods that write keys and "
+                "values into the cache, such as prefix tuning, need softmax layers only"
+            )
     return cache
 
 
@@ -111,6 +118,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self.erase = erase
         self.max_rollback = max_rollback
         self.record_past = record_past
+        self.in_static_cache = True
         self.checkpoint = None  # (conv window, state) before the tokens in `written`
         self.written = None
 
@@ -134,6 +142,11 @@ class RecurrentLayer(LinearAttentionLayer):
     def activate_past_recording(self):
         """From the next call on, remember enough to take tokens back."""
         self.record_past = True
+
+    @property
+    def is_compileable(self):
+        # generate compiles for static caches; a dynamic one must not become static where none of its layers grows
+        return self.in_static_cache and not self.record_past
 
     @property
     def is_croppable(self):
