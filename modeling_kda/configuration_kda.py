@@ -1,9 +1,16 @@
 """The configuration of every model of the lineage, from GPT-2 (all ``softmax``) to a Kimi-Linear-like hybrid."""
 
+from dataclasses import fields
+from difflib import get_close_matches
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from .stages import STAGES
+
+logger = logging.get_logger(__name__)
 
 AUTO_MAP = {
     "AutoConfig": "configuration_kda.KDAConfig",
@@ -114,20 +121,21 @@ class KDAConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         # derived from `stages`: a stored copy could disagree
         layer_types = kwargs.pop("layer_types", None)
-        if isinstance(self.stages, str):
-            self.stages = [self.stages] * self.num_hidden_layers
-        self.head_dim = self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
-        self.value_head_dim = self.value_head_dim or self.head_dim
-        self.num_value_heads = self.num_value_heads or self.num_attention_heads
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        self.output_gate_rank = self.output_gate_rank or self.value_head_dim
-        self.decay_rank = self.decay_rank or self.head_dim
+        self._accept_aliases(kwargs)
+        one_for_all = isinstance(self.stages, str)
+        self.stages = [self.stages] * self.num_hidden_layers if one_for_all else list(self.stages)
+        if self.head_dim is None:
+            self.head_dim = self._derived_head_dim()
+        self._fill("value_head_dim", self.head_dim)
+        self._fill("num_value_heads", self.num_attention_heads)
+        self._fill("intermediate_size", 4 * self.hidden_size)
+        self._fill("output_gate_rank", self.value_head_dim)
+        self._fill("decay_rank", self.head_dim)
         # a new dict each time: saving writes into it
         self.auto_map = {**AUTO_MAP, **(self.auto_map or {})}
         # here too, so that a wrong value is a plain ValueError before anything reads it
-        self.validate_stages()
-        self.validate_choices()
-        self.validate_sizes()
+        self.check()
+        self._warn_of_likely_typos(kwargs)
         super().__post_init__(**kwargs)
         if layer_types is not None and list(layer_types) != self.layer_types:
             raise ValueError(
@@ -135,10 +143,52 @@ class KDAConfig(PreTrainedConfig):
                 "set stages and leave layer_types out"
             )
 
+    def _accept_aliases(self, kwargs):
+        """Set what was given under another name now, before other fields are derived from it."""
+        key_value_heads = kwargs.pop("num_key_value_heads", None)
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
+        if key_value_heads not in (None, self.num_attention_heads):
+            raise ValueError(
+                f"num_key_value_heads must equal num_attention_heads={self.num_attention_heads}, got "
+                f"{key_value_heads}; recurrent layers can have more value heads, see num_value_heads"
+            )
+
+    def _fill(self, field, default):
+        if getattr(self, field) is None:
+            setattr(self, field, default)
+
+    def _derived_head_dim(self):
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, "
+                f"got {self.hidden_size}; or give head_dim"
+            )
+        return self.hidden_size // self.num_attention_heads
+
+    def _warn_of_likely_typos(self, kwargs):
+        """transformers keeps unknown names as attributes, where a misspelt field would do nothing, silently."""
+        known = [field.name for field in fields(self)]
+        for name in kwargs:
+            similar = get_close_matches(name, known, n=1, cutoff=0.8)
+            if similar and not hasattr(PreTrainedConfig, name):
+                logger.warning(f"KDAConfig has no field {name!r}, it has no effect; did you mean {similar[0]!r}?")
+
     @property
     def layer_types(self) -> list[str]:
         """transformers' word for each layer, derived from `stages`."""
         return [STAGES[stage].layer_type for stage in self.stages]
+
+    def check(self):
+        """All that is checked here.
+
+        Raises: ValueError, which names the field.
+        """
+        self.validate_stages()
+        self.validate_choices()
+        self.validate_sizes()
+        self.validate_ranges()
 
     def validate_stages(self):
         """`stages` must name one stage of the lineage per layer."""
@@ -167,6 +217,8 @@ class KDAConfig(PreTrainedConfig):
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {list(allowed)}, got {getattr(self, field)!r}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be a name from transformers.activations, got {self.hidden_act!r}")
 
     def validate_sizes(self):
         """Sizes that must be positive, and those that must fit together."""
@@ -190,11 +242,15 @@ class KDAConfig(PreTrainedConfig):
                 f"num_value_heads must be a multiple of num_attention_heads={self.num_attention_heads}, "
                 f"got {self.num_value_heads}"
             )
-        if self.short_conv_kernel_size < 0 or self.max_rollback < 0:
-            raise ValueError(
-                "short_conv_kernel_size and max_rollback must not be negative, got "
-                f"{self.short_conv_kernel_size} and {self.max_rollback}"
-            )
+
+    def validate_ranges(self):
+        """Numbers with a lower or an upper limit."""
+        for field in ("short_conv_kernel_size", "max_rollback", "norm_eps", "initializer_range"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        for field in ("attention_dropout", "hidden_dropout"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} must be between 0 and 1, got {getattr(self, field)}")
         if self.decay_lower_bound >= 0:
             raise ValueError(f"decay_lower_bound must be negative, got {self.decay_lower_bound}")
 

@@ -76,6 +76,8 @@ class KDAModel(KDAPreTrainedModel):
 
     def __init__(self, config: KDAConfig):
         super().__init__(config)
+        # fields may have been assigned since the config was made
+        config.check()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         if config.position_embedding == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
