@@ -1,20 +1,14 @@
-"""Installs two packages: `modeling_kda`, and `modeling_kda.conversion`, whose files lie in the top-level folder `conversion/`.
+"""Installs `modeling_kda`, and two packages in it whose files lie in top-level folders: conversion and model_cards.
 
 Each package is named: find_packages() would also install top-level packages called tests, examples and conversion.
 """
-
-from pathlib import Path
 
 from setuptools import setup
 
 setup(
     name="modeling_kda",
     version="0.1.0",
-    description="From GPT-2 to Kimi Delta Attention: the linear attention lineage as one model family for transformers",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    if Path(__file__).with_name("README.md").exists()
-    else "",
-    long_description_content_type="text/markdown",
+    description="From GPT-2 to Kimi Delta Attention: the linear attention lineage as one transformers model",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=["modeling_kda", "modeling_kda.conversion", "modeling_kda.model_cards"],

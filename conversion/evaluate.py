@@ -1,0 +1,325 @@
+"""How good a student is beside its teacher, and what its memory costs: perplexity, agreement, recall, bytes, speed.
+
+Every number in a model card comes from the JSON that `evaluate` writes; the protocol is pinned here and named there.
+"""
+
+import platform
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+import transformers
+from tqdm.auto import tqdm
+
+from modeling_kda.stages import STAGES
+
+from .files import check_vocabulary, digest, tokenize, write_json
+
+PROTOCOL = (
+    "raw text, the model's own tokenizer, no BOS; {windows} non-overlapping windows of {window} tokens, each read on "
+    "its own; every token of a window but its first is predicted from the tokens before it in that window; an "
+    "incomplete last window is dropped; logits in {dtype}, sums in float32; perplexity = exp(mean nats per token), "
+    "per token of this tokenizer"
+)
+
+
+@torch.inference_mode()
+def evaluate(
+    model,
+    tokenizer,
+    text,
+    teacher=None,
+    *,
+    window=None,
+    max_windows=None,
+    batch_size=4,
+    recall_length=None,
+    recall_sequences=32,
+    memory_tokens=(1024, 32 * 1024, 1024 * 1024),
+    decode_contexts=(),
+    seed=0,
+    output=None,
+):
+    """Measure one model, and its teacher on the same windows.
+
+    Args:
+        model: a causal language model (`KDAForCausalLM`, `GPT2LMHeadModel`).
+        tokenizer: its tokenizer.
+        text: held-out text, a string or a list of strings.
+        teacher: the model it came from, for KL(teacher || student) and top-1 agreement.
+        window: tokens per window; one less than the positions the model knows if not given, because GPT-2's last
+            position is hardly trained.
+        max_windows: only the first so many windows.
+        batch_size: windows per forward pass.
+        recall_length: tokens of a sequence that is shown twice; a quarter of the window if not given.
+        recall_sequences: how many such sequences.
+        memory_tokens: for how many tokens the size of the cache is reported.
+        decode_contexts: context lengths at which decoding is timed.
+        seed: of the random sequences.
+        output: a JSON file to write the result to.
+
+    Returns: the result, a dict that JSON can hold.
+
+    Raises: ValueError for an empty text, a text shorter than a window, or vocabularies that differ.
+    """
+    ids = tokenize(tokenizer, text)
+    check_vocabulary(ids, student=model, teacher=teacher)
+    window = window or min(m.config.max_position_embeddings for m in (model, teacher) if m is not None) - 1
+    windows = cut_windows(ids, window, max_windows)
+    recall_length = recall_length or max(2, window // 4)
+
+    result = {
+        "protocol": PROTOCOL.format(windows=len(windows), window=window, dtype=str(model.dtype).split(".")[-1]),
+        "model": describe(model),
+        "text": {"tokens": len(ids), "sha256_of_tokens": digest(ids)},
+        "perplexity": None,
+        "recall": recall(model, tokenizer, windows, recall_length, recall_sequences, seed),
+        "cache": cache_report(model, windows, memory_tokens),
+        "decode": [decode_speed(model, context) for context in decode_contexts],
+        "environment": environment(model),
+    }
+    result.update(compare(model, windows, teacher, batch_size))
+    if teacher is not None:
+        result["teacher"]["model"] = describe(teacher)
+        result["teacher"]["recall"] = recall(teacher, tokenizer, windows, recall_length, recall_sequences, seed)
+        result["teacher"]["cache"] = cache_report(teacher, windows, memory_tokens)
+    if output is not None:
+        write_json(output, result)
+    return result
+
+
+def cut_windows(ids, window, max_windows=None):
+    """The full, non-overlapping windows of a text.
+
+    Returns: int64 [N, window].
+
+    Raises: ValueError if the window is too short to predict anything, or the text shorter than one window.
+    """
+    if window < 2:
+        raise ValueError(f"a window must have at least 2 tokens, got {window}")
+    count = len(ids) // window
+    if count == 0:
+        raise ValueError(
+            f"the text must fill at least one window of {window} tokens, got {len(ids)} tokens; "
+            "give a longer text or a smaller window"
+        )
+    return ids[: count * window].view(count, window)[:max_windows]
+
+
+def compare(model, windows, teacher=None, batch_size=4):
+    """Perplexity of the model and, on the same windows, of the teacher; KL(teacher || model) and top-1 agreement.
+
+    Args: windows: int64 [N, W].
+    """
+    losses, teacher_losses, kl, same = [], [], [], []
+    for batch in tqdm(windows.split(batch_size), desc="perplexity", leave=False):
+        logits = model(batch.to(model.device), use_cache=False).logits
+        teacher_logits = None if teacher is None else teacher(batch.to(teacher.device), use_cache=False).logits
+        # row by row: float32 copies of a whole batch of logits would be the largest thing in memory
+        for i, row in enumerate(batch):
+            log_p = F.log_softmax(logits[i, :-1].float(), dim=-1)  # [W-1, vocabulary]
+            target = row[1:, None].to(log_p.device)
+            losses.append(-log_p.gather(1, target).mean().item())
+            if teacher is not None:
+                log_t = F.log_softmax(teacher_logits[i, :-1].float(), dim=-1).to(log_p.device)
+                teacher_losses.append(-log_t.gather(1, target).mean().item())
+                kl.append((log_t.exp() * (log_t - log_p)).sum(-1).mean().item())
+                same.append((log_t.argmax(-1) == log_p.argmax(-1)).float().mean().item())
+    result = {"perplexity": _perplexity(losses, windows)}
+    if teacher is not None:
+        result["teacher"] = {"perplexity": _perplexity(teacher_losses, windows)}
+        result["agreement"] = {
+            "kl_teacher_student_nats": statistics.fmean(kl),
+            "top1": statistics.fmean(same),
+            "perplexity_ratio": result["perplexity"]["perplexity"] / result["teacher"]["perplexity"]["perplexity"],
+        }
+    return result
+
+
+def _perplexity(losses, windows):
+    """From the mean loss of each window; the standard error is over windows."""
+    nats = statistics.fmean(losses)
+    error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None
+    return {
+        "windows": windows.shape[0],
+        "window": windows.shape[1],
+        "tokens_predicted": windows.shape[0] * (windows.shape[1] - 1),
+        "nats_per_token": nats,
+        "nats_standard_error": error,
+        "perplexity": float(torch.tensor(nats, dtype=torch.float64).exp()),
+    }
+
+
+def recall(model, tokenizer, windows, length, sequences=32, seed=0, batch_size=8):
+    """What a model can look up in its own context: everything is shown twice, and the second showing is scored.
+
+    Args:
+        windows: int64 [N, W] of ordinary text, W >= length.
+        length: tokens of one showing.
+
+    Returns:
+        `random_accuracy`: how often the next token of the second showing of a random sequence is guessed (top-1; its
+        first token cannot be known and is left out); `random_chance`; and for passages of the text, the nats per token
+        of the first and the second showing and how much the second gains.
+    """
+    known = set(range(min(len(tokenizer), model.config.vocab_size)))
+    ordinary = torch.tensor(sorted(known - set(tokenizer.all_special_ids)))
+    generator = torch.Generator().manual_seed(seed)
+    random = ordinary[torch.randint(len(ordinary), (sequences, length), generator=generator)]
+    text = windows[:sequences, :length]
+    hits, first, second = [], [], []
+    for batch in random.split(batch_size):
+        hits.append(_next_token_scores(model, batch)[1][:, length:])
+    for batch in text.split(batch_size):
+        nats = _next_token_scores(model, batch)[0]
+        # position i scores token i + 1: the same length - 1 tokens of both showings
+        first.append(nats[:, : length - 1])
+        second.append(nats[:, length:])
+    first, second = torch.cat(first).mean().item(), torch.cat(second).mean().item()
+    return {
+        "length": length,
+        "sequences": sequences,
+        "random_accuracy": torch.cat(hits).mean().item(),
+        "random_chance": 1 / len(ordinary),
+        "text_first_nats": first,
+        "text_second_nats": second,
+        "text_gain_nats": first - second,
+    }
+
+
+def _next_token_scores(model, shown):
+    """Nats and top-1 hits of each next token of [shown, shown], both float32 [B, 2 * length - 1]."""
+    ids = torch.cat([shown, shown], dim=1).to(model.device)
+    log_p = F.log_softmax(model(ids, use_cache=False).logits[:, :-1].float(), dim=-1)
+    target = ids[:, 1:, None]
+    return -log_p.gather(2, target)[..., 0], (log_p.argmax(-1, keepdim=True) == target)[..., 0].float()
+
+
+def cache_bytes(config, num_tokens, batch=1, dtype=torch.float32):
+    """Bytes that a model keeps between two calls after `num_tokens` tokens, by formula.
+
+    A softmax layer keeps keys and values, 2 * heads * head_dim numbers a token in `dtype`. A recurrent layer keeps,
+    whatever the number of tokens, a state of value_heads * K * V numbers in float32 (float64 for a float64 model; one
+    more column where the output is normalised by the sum of its weights, twice the rows for the feature map
+    "hedgehog"), and the last inputs of its short convolution in `dtype`. `evaluate` compares this with a real cache.
+
+    Args:
+        config: a `KDAConfig` or `GPT2Config`.
+        num_tokens: tokens seen, prompt included.
+        batch: sequences.
+        dtype: of the model's activations.
+    """
+    return sum(_layer_bytes(config, stage, num_tokens, dtype) for stage in layer_stages(config)) * batch
+
+
+def layer_stages(config):
+    """The stage of each layer; a GPT-2 is softmax throughout."""
+    return getattr(config, "stages", ["softmax"] * config.num_hidden_layers)
+
+
+def _layer_bytes(config, stage, num_tokens, dtype):
+    if num_tokens == 0:
+        return 0
+    heads = config.num_attention_heads
+    K = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if STAGES[stage].mixer == "softmax":
+        return 2 * heads * K * num_tokens * dtype.itemsize
+    HV, V = config.num_value_heads, config.value_head_dim
+    taps_before = max(config.short_conv_kernel_size - 1, 0)
+    window = taps_before * (2 * heads * K + HV * V) * dtype.itemsize
+    features = 2 * K if STAGES[stage].normaliser and config.feature_map == "hedgehog" else K
+    state = HV * features * (V + STAGES[stage].normaliser) * max(4, dtype.itemsize)
+    return window + state
+
+
+@torch.inference_mode()
+def measured_cache_bytes(model, input_ids):
+    """Bytes of the tensors in a real cache after a forward pass.
+
+    Args: input_ids: int64 [B, T].
+    """
+    cache = model(input_ids.to(model.device), use_cache=True, logits_to_keep=1).cache
+    tensors = []
+    for layer in cache.layers:
+        tensors += [getattr(layer, name, None) for name in ("keys", "values")]
+        for held in ("conv_states", "recurrent_states"):
+            states = getattr(layer, held, {})
+            tensors += list(states.values() if isinstance(states, dict) else states)
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def cache_report(model, windows, memory_tokens):
+    """The formula for each number of tokens, after it was checked against a real cache of one window.
+
+    Raises: AssertionError if formula and cache disagree: then one of them is wrong.
+    """
+    measured = measured_cache_bytes(model, windows[:1])
+    formula = cache_bytes(model.config, windows.shape[1], dtype=model.dtype)
+    assert measured == formula, (
+        f"after {windows.shape[1]} tokens the cache holds {measured} bytes, by formula {formula}"
+    )
+    return {
+        "dtype": str(model.dtype).split(".")[-1],
+        "measured": {"tokens": windows.shape[1], "bytes": measured},
+        "by_formula": [
+            {"tokens": count, "bytes": cache_bytes(model.config, count, dtype=model.dtype)} for count in memory_tokens
+        ],
+    }
+
+
+@torch.inference_mode()
+def decode_speed(model, context, *, steps=32, batch=1, seed=0):
+    """Time greedy decoding after a prompt of random tokens, which is read once: `steps` single tokens are timed.
+
+    Returns: context, batch, median milliseconds per step and tokens per second.
+
+    Raises: ValueError if the model has too few positions.
+    """
+    last = model.config.max_position_embeddings
+    if getattr(model.config, "position_embedding", "learned") == "learned" and context + steps > last:
+        raise ValueError(
+            f"decoding {steps} tokens after {context} needs {context + steps} positions, the model has {last}; "
+            "give a shorter context"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(model.config.vocab_size, (batch, context), generator=generator).to(model.device)
+    out = model(prompt, use_cache=True, logits_to_keep=1)
+    times = []
+    for _ in range(steps):
+        token = out.logits[:, -1:].argmax(-1)
+        _synchronize(model.device)
+        start = time.perf_counter()
+        out = model(token, cache=out.cache, use_cache=True)
+        _synchronize(model.device)
+        times.append(time.perf_counter() - start)
+    median = statistics.median(times)
+    return {"context": context, "batch": batch, "ms_per_step": 1000 * median, "tokens_per_second": batch / median}
+
+
+def _synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def describe(model):
+    """Facts of a model for records: where it came from, its stages and size."""
+    return {
+        "name": model.config._name_or_path,
+        "type": model.config.model_type,
+        "stages": list(layer_stages(model.config)),
+        "parameters": model.num_parameters(),
+        "vocabulary": model.config.vocab_size,
+    }
+
+
+def environment(model):
+    """What a reader needs to judge a speed."""
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
+    return {
+        "device": f"{model.device.type} {device}".strip(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
