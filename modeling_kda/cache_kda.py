@@ -8,7 +8,7 @@ an assistant or the user made (`adopt_cache`); `KDACache` is the ready-made one.
 from dataclasses import dataclass, fields
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 from transformers.utils import is_torchdynamo_compiling
 
 from .ops import advance_state
@@ -25,20 +25,40 @@ class KDACache(DynamicCache):
     """
 
     def __init__(self, config, max_rollback: int = 0):
+        if max_rollback < 0:
+            raise ValueError(f"max_rollback must not be negative, got {max_rollback}")
         super().__init__(config=config)
         adopt_cache(self, config)
         if max_rollback:
-            for layer in self.layers:
-                if isinstance(layer, RecurrentLayer):
-                    layer.max_rollback = max_rollback
+            raise_rollback(self, max_rollback, exactly=True)
             self.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int):
+        """Take the last `-tokens_to_remove` tokens back; all layers or none.
+
+        Raises: ValueError if they were not recorded, or are not there, or for a positive number.
+        """
+        length = self.get_seq_length()
+        if tokens_to_remove > 0 or -tokens_to_remove > length:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative number, 0 to -{length}, "
+                f"got {tokens_to_remove}"
+            )
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.check_recorded(-tokens_to_remove)
+        super().crop(tokens_to_remove)
 
 
 def adopt_cache(cache, config):
     """Put a `RecurrentLayer` in the place of each linear-attention layer of `cache` that transformers made, in place.
 
-    Layers that already hold something, and layers of ours, are left alone, so this may be called at every forward.
+    Layers of ours are left alone, so this may be called at every forward.
+
+    Raises: ValueError if the cache is not made for this model.
     """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache must be a Cache such as KDACache(config), got {type(cache).__name__}")
     if not cache.layers and getattr(cache, "layer_class_to_replicate", None) is not None:
         # a cache made without a config does not know yet what its layers are
         cache.layers = [
@@ -50,6 +70,8 @@ def adopt_cache(cache, config):
             f"the cache must have one layer per layer of the model, {config.num_hidden_layers}, "
             f"got {len(cache.layers)}; make it with KDACache(config)"
         )
+    for i, layer in enumerate(cache.layers):
+        _check_layer(layer, i, config)
     # without a softmax layer nobody else counts the tokens
     counts = [not any(kind == "full_attention" for kind in config.layer_types)] + [False] * len(cache.layers)
     for i, layer in enumerate(cache.layers):
@@ -57,13 +79,31 @@ def adopt_cache(cache, config):
             kind = CountingRecurrentLayer if counts[i] else RecurrentLayer
             cache.layers[i] = kind(STAGES[config.stages[i]].erase, config.max_rollback, layer.record_past)
             cache.layers[i].in_static_cache = not isinstance(cache, DynamicCache)
-        elif config.layer_types[i] == "linear_attention" and not hasattr(layer, "read"):
-            raise ValueError(
-                f"layer {i} of the model, {config.stages[i]}, keeps a state, got a cache with keys and values in its "
-                f"place ({type(layer).__name__}); make the cache with KDACache(config). Methods that write keys and "
-                "values into the cache, such as prefix tuning, need softmax layers only"
-            )
     return cache
+
+
+def raise_rollback(cache, max_rollback, *, exactly=False):
+    """Let every recurrent layer of `cache` take back at least (or exactly) so many tokens."""
+    for layer in cache.layers:
+        if isinstance(layer, RecurrentLayer):
+            layer.max_rollback = max_rollback if exactly else max(layer.max_rollback, max_rollback)
+
+
+def _check_layer(layer, i, config):
+    """Raises: ValueError if layer i of a cache cannot serve layer i of the model."""
+    stage = STAGES[config.stages[i]]
+    if isinstance(layer, RecurrentLayer):
+        fits = stage.mixer == "recurrent" and layer.erase == stage.erase
+    elif isinstance(layer, LinearAttentionLayer):
+        fits = stage.mixer == "recurrent" and not any(layer.has_previous_state.values())
+    else:
+        fits = stage.mixer == "softmax"
+    if not fits:
+        raise ValueError(
+            f"the cache was made for another model: its layer {i} is a {type(layer).__name__} and cannot serve the "
+            f"stage {config.stages[i]}; make the cache with KDACache(config). Methods that write keys and values into "
+            "the cache, such as prefix tuning, need softmax layers only"
+        )
 
 
 @dataclass
@@ -133,7 +173,10 @@ class RecurrentLayer(LinearAttentionLayer):
 
         Args: window: [B, W-1, C] or None; state: [B, HV, K, V]; written: what this call wrote.
         """
-        if self.record_past and self.written is None:
+        if not self.record_past:
+            # what was recorded before would be written again without these tokens
+            self.checkpoint = self.written = None
+        elif self.written is None:
             self.checkpoint = tuple(None if t is None else t.clone() for t in self.read())
         self._store(window, state)
         if self.record_past:
@@ -158,22 +201,26 @@ class RecurrentLayer(LinearAttentionLayer):
         Raises: ValueError if that many tokens were not recorded, or for a positive number.
         """
         count = -int(tokens_to_remove)
+        self.check_recorded(count)
+        if count:
+            self.written = self.written.map(lambda t: t[:, : len(self.written) - count])
+            self._store(*self._replay(*self.checkpoint, self.written))
+
+    def check_recorded(self, count: int):
+        """Raises: ValueError if the last `count` tokens cannot be taken back."""
+        recorded = 0 if self.written is None else len(self.written)
         if count < 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {-count}")
-        if count == 0 or not self.has_previous_state[0]:
-            return
-        recorded = len(self.written) if self.written is not None else 0
         if count > recorded:
             raise ValueError(
                 f"a recurrent layer can take back {recorded} recorded tokens, got crop(-{count}); "
                 "make the cache with KDACache(config, max_rollback=...) or call activate_past_recording() before the "
                 "tokens are written, and raise max_rollback if it is too small"
             )
-        self.written = self.written.map(lambda t: t[:, : recorded - count])
-        self._store(*self._replay(*self.checkpoint, self.written))
 
     def reset(self):
-        super().reset()
+        # the tensors stay where they are for the next write; nothing reads them before that
+        self.has_previous_state[0] = False
         self.checkpoint = self.written = None
 
     def reorder_cache(self, beam_idx):
@@ -192,10 +239,14 @@ class RecurrentLayer(LinearAttentionLayer):
         self._map(lambda t: t.to(self.device, non_blocking=True))
 
     def _record(self, written):
-        """Append; once there are more than twice as many tokens as needed, move the checkpoint forward."""
+        """Append; once there are more than twice as many tokens as needed, move the checkpoint forward.
+
+        A prompt may be long, so only its last tokens are kept; later calls are drafts, which may all be taken back.
+        """
+        keep = self.max_rollback if self.written is None else max(self.max_rollback, len(written))
         self.written = written if self.written is None else self.written + written
-        if len(self.written) > 2 * self.max_rollback:
-            old = len(self.written) - self.max_rollback
+        if len(self.written) > 2 * keep:
+            old = len(self.written) - keep
             self.checkpoint = self._replay(*self.checkpoint, self.written.map(lambda t: t[:, :old]))
             self.written = self.written.map(lambda t: t[:, old:].clone())
 
@@ -246,15 +297,20 @@ class CountingRecurrentLayer(RecurrentLayer, CacheLayerMixin):
 
     def write(self, window, state, written):
         super().write(window, state, written)
-        self.cumulative_length.add_(len(written))
+        self._count(len(written))
 
     def crop(self, tokens_to_remove):
         super().crop(tokens_to_remove)
-        self.cumulative_length.add_(int(tokens_to_remove))
+        self._count(int(tokens_to_remove))
 
     def reset(self):
         super().reset()
-        self.cumulative_length.zero_()
+        self._count(-int(self.cumulative_length))
+
+    def _count(self, tokens):
+        if self.cumulative_length.is_inference() and not torch.is_inference_mode_enabled():
+            self.cumulative_length = self.cumulative_length.clone()
+        self.cumulative_length.add_(tokens)
 
     def get_seq_length(self):
         return self.cumulative_length if is_torchdynamo_compiling() else int(self.cumulative_length)
@@ -290,8 +346,8 @@ def _keep(held, new):
         and held.shape == new.shape
         and held.dtype == new.dtype
         and held.device == new.device
-        and not new.requires_grad
-        and not held.requires_grad
+        # autograd may have kept what is held
+        and not torch.is_grad_enabled()
         and held.is_inference() == torch.is_inference_mode_enabled()
     )
     if in_place:

@@ -14,19 +14,13 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_kda import KDACache, adopt_cache
+from .cache_kda import KDACache, adopt_cache, raise_rollback
+from .call_inputs import read_inputs
 from .configuration_kda import KDAConfig
 from .layers import MLP, Decay, HedgehogFeatureMap, RMSNorm, ShortConvolution, build_norm
 from .recurrent_mixer import RecurrentMixer
 from .softmax_mixer import SoftmaxMixer
 from .stages import STAGES
-from .token_layout import (
-    TokenLayout,
-    documents_from_cu_seqlens,
-    documents_from_positions,
-    first_of_run,
-    isolate_padding,
-)
 
 MIXERS = {"softmax": SoftmaxMixer, "recurrent": RecurrentMixer}
 
@@ -116,57 +110,46 @@ class KDAModel(KDAPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        B, T = inputs_embeds.shape[:2]
+        if cache is not None:
+            cache = adopt_cache(cache, self.config)
         documents = kwargs.pop("seq_idx", None), kwargs.get("cu_seq_lens_q")
-        past = 0 if cache is None else adopt_cache(cache, self.config).get_seq_length()
-        real = _real_tokens(attention_mask, T, past)
-        document = _find_documents((B, T), position_ids, *documents, real=real, cache=cache)
-        if document is None:
-            # in training the default use_cache=True would only cost memory; who wants a cache there passes one
-            if use_cache and cache is None and not self.training:
-                cache = KDACache(self.config)
-            if position_ids is None:
-                position_ids = _count_positions(attention_mask, B, T, past, inputs_embeds.device)
-            layout = None if real is None else TokenLayout.padded(real)
-        else:
-            cache, attention_mask = None, None
-            layout = TokenLayout.packed(document, real)
-            position_ids = layout.age
-        masks = self._masks(attention_mask, inputs_embeds, position_ids, cache, layout)
+        inputs = read_inputs(inputs_embeds, attention_mask, position_ids, *documents, cache, self.config)
+        # in training the default use_cache=True would only cost memory; who wants a cache there passes one
+        if use_cache and cache is None and not inputs.packed and not self.training:
+            cache = KDACache(self.config)
+        masks = self._masks(inputs, inputs_embeds, cache)
 
-        hidden_states = self.dropout(self._add_positions(inputs_embeds, position_ids))
+        hidden_states = self.dropout(self._add_positions(inputs_embeds, inputs.positions))
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states = layer(hidden_states, masks[kind], cache=cache, position_ids=position_ids, **kwargs)
+            hidden_states = layer(hidden_states, masks[kind], cache=cache, position_ids=inputs.runs, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
-    def _masks(self, attention_mask, inputs_embeds, position_ids, cache, layout):
+    def _masks(self, inputs, inputs_embeds, cache):
         """What each kind of layer takes: a mask for softmax layers, the `TokenLayout` for recurrent ones."""
-        masks = {"linear_attention": layout, "full_attention": None}
-        if "full_attention" not in self.config.layer_types:
-            return masks
-        if isinstance(attention_mask, dict):
-            masks["full_attention"] = attention_mask.get("full_attention")
-            return masks
-        if attention_mask is not None and attention_mask.dim() == 4 and "linear_attention" in self.config.layer_types:
-            _check_causal(attention_mask, layout)
-        masks["full_attention"] = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            cache=cache,
-            position_ids=position_ids,
-        )
+        masks = {"linear_attention": inputs.layout, "full_attention": None}
+        if isinstance(inputs.mask, dict):
+            masks["full_attention"] = inputs.mask.get("full_attention")
+        elif "full_attention" in self.config.layer_types:
+            masks["full_attention"] = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=inputs.mask,
+                cache=cache,
+                position_ids=inputs.runs,
+            )
         return masks
 
     def _add_positions(self, embeds, position_ids):
         if self.config.position_embedding == "none":
             return embeds
         limit = self.config.max_position_embeddings
-        if not is_torchdynamo_compiling() and position_ids.numel() and (last := int(position_ids.max())) >= limit:
-            raise ValueError(
-                f"this model has learned positions for max_position_embeddings={limit} tokens, got position {last}; "
-                "shorten the input, or use a model with position_embedding='none'"
-            )
+        if not is_torchdynamo_compiling():
+            first, last = (int(x) for x in position_ids.aminmax())
+            if first < 0 or last >= limit:
+                raise ValueError(
+                    f"this model has learned positions for max_position_embeddings={limit} tokens, got position "
+                    f"{first if first < 0 else last}; shorten the input, or use a model with position_embedding='none'"
+                )
         return embeds + self.embed_positions(position_ids)
 
 
@@ -229,9 +212,18 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        # before generate asks the cache to record its past
-        if model_kwargs.get("cache") is not None:
-            adopt_cache(model_kwargs["cache"], self.config)
+        cache = model_kwargs.get("cache")
+        if cache is not None:
+            # before generate asks the cache to record its past
+            adopt_cache(cache, self.config)
+            if generation_config.is_assistant:
+                raise_rollback(cache, generation_config.max_new_tokens or 0)
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        generator = super()._get_candidate_generator(*args, **kwargs)
+        drafted = [getattr(generator, name, None) or 0 for name in ("num_assistant_tokens", "num_output_tokens")]
+        raise_rollback(kwargs["model_kwargs"]["cache"], max(drafted))
+        return generator
 
 
 class KDAForSequenceClassification(GenericForSequenceClassification, KDAPreTrainedModel):
@@ -244,79 +236,6 @@ class KDAForSequenceClassification(GenericForSequenceClassification, KDAPreTrain
         self.model = KDAModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
-
-
-def _real_tokens(attention_mask, T, past):
-    """[B, T] bool, False where this call's tokens are padding; None if all are real."""
-    if isinstance(attention_mask, dict):
-        real = attention_mask.get("linear_attention")
-    elif attention_mask is not None and attention_mask.dim() == 4:
-        allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-        real = allowed[:, 0].any(-2)[:, -T:]
-    else:
-        real = attention_mask
-    if real is None:
-        return None
-    if not is_torchdynamo_compiling() and real.shape[-1] < T:
-        raise ValueError(
-            f"attention_mask must cover the {past} tokens in the cache and the {T} new ones, "
-            f"got {real.shape[-1]} columns"
-        )
-    real = real[:, -T:] != 0
-    return None if not is_torchdynamo_compiling() and real.all() else real
-
-
-def _find_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, cache):
-    """[B, T] document numbers if rows are packed, else None."""
-    by_position = None
-    if position_ids is not None and cache is None and not is_torchdynamo_compiling():
-        by_position = documents_from_positions(position_ids.expand(shape), real)
-    if cu_seqlens is not None:
-        document = documents_from_cu_seqlens(cu_seqlens, shape)
-    elif seq_idx is not None:
-        document = seq_idx.expand(shape)
-    elif by_position is not None and bool(by_position[:, -1:].any()):
-        document = by_position
-    else:
-        return None
-    if cache is not None:
-        raise ValueError("packed rows and a cache cannot be combined: call with use_cache=False and without a cache")
-    if by_position is not None and by_position is not document:
-        _check_agreement(document, by_position)
-    return document if real is None else isolate_padding(document, real)
-
-
-def _check_agreement(document, by_position):
-    """Within a document, position ids must count up; where they do not, the two inputs contradict each other."""
-    inside = ~first_of_run(document)
-    if (first_of_run(by_position) & inside).any():
-        raise ValueError(
-            "position_ids start again inside a document that cu_seq_lens_q or seq_idx holds together; "
-            "pass boundaries that agree, or only one of the two"
-        )
-
-
-def _count_positions(attention_mask, B, T, past, device):
-    """[B, T] position of each token among the real tokens of its row."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -T:].to(device)
-    return (torch.arange(T, device=device) + past).expand(B, T)
-
-
-def _check_causal(mask, layout):
-    """A recurrent layer can honour a 4-D mask only if it says: every real token before me, and me."""
-    allowed = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
-    T, S = allowed.shape[-2:]
-    causal = torch.ones(T, S, dtype=torch.bool, device=mask.device).tril(S - T)
-    expected = causal & allowed.any(-2, keepdim=True)
-    wrong = allowed != expected
-    if layout is not None and layout.real is not None:
-        wrong = wrong & layout.real[..., None]
-    if wrong.any():
-        raise ValueError(
-            "a 4-D attention_mask must be causal with padding for models with recurrent layers, got another pattern; "
-            "for packed documents pass position_ids that start again, cu_seq_lens_q or seq_idx"
-        )
 
 
 __all__ = ["KDAForCausalLM", "KDAForSequenceClassification", "KDAModel", "KDAPreTrainedModel"]

@@ -52,9 +52,14 @@ class SoftmaxMixer(nn.Module):
 
 
 def eager_attention(module, q, k, v, mask, scaling, dropout=0.0, **kwargs):
-    """The definition, and the only implementation that returns its weights. q, k, v: [B, H, ., K]; mask: additive."""
+    """The definition, and the only implementation that returns its weights.
+
+    q, k, v: [B, H, T or S, K]; mask: additive, or bool and True where a key may be seen, or None.
+    """
     scores = q @ k.transpose(2, 3) * scaling
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
         scores = scores + mask
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)

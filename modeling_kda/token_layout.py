@@ -71,33 +71,49 @@ def first_of_run(ids):
     return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
 
 
-def documents_from_positions(position_ids, real=None):
+def documents_from_positions(position_ids, real=None, *, only_restarts=False):
     """[B, T] position ids -> [B, T] document numbers: a new document wherever positions do not go up by one.
 
-    Position ids of padding mean nothing, so a jump counts only between two real tokens.
+    Across padding, and everywhere with `only_restarts`, a new document needs positions that do not go up at all.
     """
-    jump = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if real is not None:
-        jump = jump & real[:, 1:] & real[:, :-1]
-    return F.pad(jump, (1, 0)).cumsum(1)
+    if real is None:
+        gone_up = position_ids[:, 1:] - position_ids[:, :-1]
+        jump = gone_up < 1 if only_restarts else gone_up != 1
+        return F.pad(jump, (1, 0)).cumsum(1)
+    order = TokenLayout.padded(real).order
+    positions, real = position_ids.gather(1, order), real.gather(1, order)
+    gone_up = positions[:, 1:] - positions[:, :-1]
+    jump = gone_up < 1
+    if not only_restarts:
+        jump = jump | ((gone_up != 1) & (order[:, 1:] == order[:, :-1] + 1))
+    document = F.pad(jump & real[:, 1:], (1, 0)).cumsum(1)
+    return torch.zeros_like(document).scatter(1, order, document)
 
 
 def documents_from_cu_seqlens(cu_seqlens, shape):
-    """[N+1] boundaries in the flattened B*T tokens -> [B, T] document numbers.
+    """[N+1] boundaries of the documents of one row -> [1, T] document numbers.
 
-    Tokens after the last boundary (collators that pad to a multiple append them) form one more document.
-
-    Raises: ValueError if the boundaries do not start at 0, decrease, or lie outside the batch.
+    Raises: ValueError if there are several rows, or the boundaries do not start at 0, decrease, or do not end at T.
     """
+    if shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q describes one row of packed documents, got a batch of {shape[0]} rows")
     bounds = cu_seqlens.to(torch.int64)
-    total = shape[0] * shape[1]
-    if bounds.dim() != 1 or bounds.numel() < 2 or bounds[0] != 0 or bounds[-1] > total or (bounds.diff() < 0).any():
+    valid = bounds.dim() == 1 and bounds.numel() > 1 and bounds[0] == 0 and bounds[-1] == shape[1]
+    if not valid or (bounds.diff() < 0).any():
         raise ValueError(
-            f"cu_seq_lens_q must be one-dimensional, start at 0, never decrease and end within the {total} tokens of "
-            f"the batch, got {cu_seqlens.tolist()}"
+            f"cu_seq_lens_q must be one-dimensional, start at 0, never decrease and end at the {shape[1]} tokens of "
+            f"the row, got {cu_seqlens.tolist()}"
         )
-    tokens = torch.arange(total, device=bounds.device)
+    tokens = torch.arange(shape[1], device=bounds.device)
     return torch.searchsorted(bounds[1:].contiguous(), tokens, right=True).view(shape)
+
+
+def padding_splits_a_document(document, real):
+    """Whether padding stands between two tokens of one document. document, real: [B, T]."""
+    order = TokenLayout.padded(real).order
+    document, real = document.gather(1, order), real.gather(1, order)
+    apart = order[:, 1:] != order[:, :-1] + 1
+    return bool((apart & real[:, 1:] & (document[:, 1:] == document[:, :-1])).any())
 
 
 def isolate_padding(document, real):

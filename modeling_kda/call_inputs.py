@@ -1,0 +1,244 @@
+"""What a caller says about the tokens of a call - masks, positions, documents - checked and brought into one form."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import is_torchdynamo_compiling
+
+from .token_layout import (
+    TokenLayout,
+    documents_from_cu_seqlens,
+    documents_from_positions,
+    first_of_run,
+    isolate_padding,
+    padding_splits_a_document,
+)
+
+
+@dataclass
+class CallInputs:
+    """Attributes:
+    mask: for `create_causal_mask`: None, [B, past + T] bool, or [B or 1, heads, T, S]; or a dict of such masks.
+    layout: for recurrent layers, None when every token is real and rows hold one sequence.
+    positions: [B, T], for learned positions; None if the model has none and none were given.
+    runs: [B, T], for attention implementations, which see packed documents in positions that start again; or None.
+    packed: whether rows hold several documents.
+    """
+
+    mask: torch.Tensor | dict | None
+    layout: TokenLayout | None
+    positions: torch.Tensor | None
+    runs: torch.Tensor | None
+    packed: bool
+
+
+def read_inputs(inputs_embeds, attention_mask, position_ids, seq_idx, cu_seqlens, cache, config) -> CallInputs:
+    """The arguments of `KDAModel.forward` of the same names.
+
+    Raises: ValueError for what does not fit together, and for what a recurrent layer cannot honour.
+    """
+    shape = inputs_embeds.shape[:2]
+    past = _past_length(cache, shape)
+    mask = read_mask(attention_mask, inputs_embeds, past, cache, config.layer_types)
+    visible = visible_tokens(mask, shape, past)
+    real = real_tokens(mask, visible, shape[1])
+    positions = read_positions(position_ids, shape, real)
+    document = find_documents(shape, positions, seq_idx, cu_seqlens, real=real, cached=cache is not None)
+    if document is not None:
+        layout = TokenLayout.packed(document, real)
+        return CallInputs(None, layout, layout.age if positions is None else positions, layout.age, True)
+    if positions is None and config.position_embedding == "learned":
+        positions = count_positions(mask, visible, shape, past, inputs_embeds.device)
+    layout = None if real is None else TokenLayout.padded(real)
+    return CallInputs(mask, layout, positions, positions, False)
+
+
+def read_mask(attention_mask, inputs_embeds, past, cache, layer_types):
+    """The caller's attention_mask -> `CallInputs.mask`; 4-D masks become bool, or additive in the model's dtype."""
+    recurrent = "linear_attention" in layer_types
+    if attention_mask is None:
+        return None
+    if isinstance(attention_mask, dict):
+        return _checked_dict(attention_mask, inputs_embeds.shape[:2], layer_types)
+    if not isinstance(attention_mask, torch.Tensor):
+        if recurrent:
+            raise ValueError(f"attention_mask must be a tensor or a dict, got {type(attention_mask).__name__}")
+        # what an attention implementation made for itself
+        return attention_mask
+    if attention_mask.dim() == 2:
+        return _checked_2d(attention_mask, inputs_embeds.shape[:2], past)
+    if attention_mask.dim() != 4:
+        raise ValueError(f"attention_mask must be [B, S] or [B, 1, T, S], got {list(attention_mask.shape)}")
+    mask = _checked_4d(attention_mask, inputs_embeds, past, -1 if cache is None else cache.get_max_length())
+    if recurrent and not is_torchdynamo_compiling():
+        _check_causal(mask, past)
+    return mask
+
+
+def visible_tokens(mask, shape, past):
+    """[B, past + T] bool, False on padding, of a mask from `read_mask`; None where the mask does not say."""
+    if not isinstance(mask, torch.Tensor):
+        return None
+    if mask.dim() == 2:
+        return mask
+    return _allowed(mask)[:, 0].any(-2)[:, : past + shape[1]].expand(shape[0], -1)
+
+
+def real_tokens(mask, visible, T):
+    """[B, T] bool, False where tokens of this call are padding, or None if all are real.
+
+    mask: from `read_mask`; visible: from `visible_tokens`.
+    """
+    if isinstance(mask, dict):
+        real = mask.get("linear_attention")
+        real = None if real is None else real != 0
+    else:
+        real = None if visible is None else visible[:, -T:]
+    if real is None or (not is_torchdynamo_compiling() and real.all()):
+        return None
+    return real
+
+
+def read_positions(position_ids, shape, real):
+    """position_ids of the caller, [B, T], [1, T] or [T] -> [B, T], or None.
+
+    Raises: ValueError for another shape, or numbers that are not integers.
+    """
+    if position_ids is None:
+        return None
+    rows = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if rows.dim() != 2 or rows.shape[0] not in (1, shape[0]) or rows.shape[1] != shape[1]:
+        raise ValueError(f"position_ids must be [B, T] = {list(shape)}, got {list(position_ids.shape)}")
+    if rows.is_floating_point() or rows.dtype == torch.bool:
+        raise ValueError(f"position_ids must be integers, got {rows.dtype}")
+    rows = rows.expand(shape)
+    # what stands there for padding means nothing
+    return rows if real is None else rows.masked_fill(~real, 0)
+
+
+def count_positions(mask, visible, shape, past, device):
+    """[B, T] position of each token among the real tokens of its row. mask, visible: as in `real_tokens`."""
+    if isinstance(mask, dict):
+        raise ValueError("a dict of masks does not say which positions the tokens have; pass position_ids with it")
+    if visible is not None:
+        return (visible.long().cumsum(-1) - 1).clamp_min(0)[:, -shape[1] :].to(device)
+    return (torch.arange(shape[1], device=device) + past).expand(shape)
+
+
+def find_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, cached):
+    """[B, T] document numbers if rows are packed, else None. position_ids: from `read_positions`.
+
+    Raises: ValueError if the three contradict each other, or for packed rows and a cache.
+    """
+    stated = []
+    if cu_seqlens is not None:
+        stated.append(documents_from_cu_seqlens(cu_seqlens, shape))
+    if seq_idx is not None:
+        stated.append(_documents_from_seq_idx(seq_idx, shape))
+    if position_ids is not None and shape[1] > 1 and not is_torchdynamo_compiling():
+        by_position = documents_from_positions(position_ids, real, only_restarts=cached)
+        _check_agreement(stated, by_position, real)
+        if not stated and by_position.any():
+            stated = [by_position]
+    if not stated:
+        return None
+    if cached:
+        raise ValueError("packed rows and a cache cannot be combined: call with use_cache=False and without a cache")
+    if real is None:
+        return stated[0]
+    if padding_splits_a_document(stated[0], real):
+        raise ValueError("attention_mask has padding inside a packed document; it may only stand between documents")
+    return isolate_padding(stated[0], real)
+
+
+def _past_length(cache, shape):
+    """Tokens in the cache: an int, or a tensor where torch.compile must not look into it."""
+    if shape[1] == 0:
+        raise ValueError(
+            f"the input must hold at least one token per row, got [B, T] = {list(shape)}; with a cache that covers "
+            "the whole prompt, crop the last token and pass it again"
+        )
+    if cache is None:
+        return 0
+    past = cache.get_seq_length()
+    if is_torchdynamo_compiling():
+        return past
+    past, room = int(past), cache.get_max_length()
+    if room != -1 and past + shape[1] > room:
+        raise ValueError(f"the cache has room for {room} tokens, got {past} and {shape[1]} more; make a longer one")
+    return past
+
+
+def _checked_dict(masks, shape, layer_types):
+    missing = sorted(set(layer_types) - set(masks))
+    if missing:
+        raise ValueError(f"a dict of masks must have an entry for {sorted(set(layer_types))}, {missing} is missing")
+    linear = masks.get("linear_attention")
+    if linear is not None and tuple(linear.shape) != tuple(shape):
+        raise ValueError(f"the linear_attention mask must be [B, T] = {list(shape)}, got {list(linear.shape)}")
+    return masks
+
+
+def _checked_2d(mask, shape, past):
+    B, T = shape
+    # under torch.compile a static cache does not say its length
+    columns = past + T if isinstance(past, int) else mask.shape[1]
+    if tuple(mask.shape) != (B, columns):
+        raise ValueError(f"attention_mask must be [B, past + T] = [{B}, {past} + {T}], got {list(mask.shape)}")
+    if mask.is_floating_point() and not is_torchdynamo_compiling() and (mask < 0).any():
+        raise ValueError("a 2-D attention_mask must be 1 on real tokens and 0 on padding, got negative numbers")
+    return mask != 0
+
+
+def _checked_4d(mask, inputs_embeds, past, room):
+    B, T = inputs_embeds.shape[:2]
+    if not isinstance(past, int):
+        raise ValueError("with a static cache under torch.compile, pass a dict of masks instead of one 4-D mask")
+    if mask.shape[0] not in (1, B) or mask.shape[2] != T or mask.shape[3] not in (past + T, room):
+        raise ValueError(
+            f"a 4-D attention_mask must be [B, 1, T, past + T] = [{B}, 1, {T}, {past + T}], got {list(mask.shape)}"
+        )
+    if not mask.is_floating_point():
+        return mask != 0
+    # the lowest number of another dtype may not exist in this one
+    return mask.clamp_min(torch.finfo(inputs_embeds.dtype).min).to(inputs_embeds.dtype)
+
+
+def _allowed(mask):
+    return mask if mask.dtype == torch.bool else mask >= 0
+
+
+def _check_causal(mask, past):
+    """A recurrent layer can honour a 4-D mask only if it says: every real token before me, and me."""
+    allowed = _allowed(mask)
+    T, S = allowed.shape[-2:]
+    causal = torch.ones(T, S, dtype=torch.bool, device=mask.device).tril(past)
+    visible = allowed.any(-2, keepdim=True)
+    # what a padded token sees does not matter
+    real = visible[..., 0, past : past + T, None]
+    if ((allowed != (causal & visible)) & real).any() or (allowed != allowed[:, :1]).any():
+        raise ValueError(
+            "a 4-D attention_mask must be causal with padding for models with recurrent layers, got another pattern; "
+            "for packed documents pass position_ids that start again, cu_seq_lens_q or seq_idx"
+        )
+
+
+def _documents_from_seq_idx(seq_idx, shape):
+    if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, shape[0]) or seq_idx.shape[1] != shape[1]:
+        raise ValueError(f"seq_idx must be [B, T] = {list(shape)}, got {list(seq_idx.shape)}")
+    return seq_idx.expand(shape)
+
+
+def _check_agreement(stated, by_position, real):
+    """cu_seq_lens_q and seq_idx must have the same boundaries, and positions count up between them."""
+    if not stated:
+        return
+    starts = first_of_run(stated[0])
+    restarts = first_of_run(by_position) & ~starts
+    if real is not None:
+        restarts = restarts & real
+    if restarts.any() or any((first_of_run(other) != starts).any() for other in stated[1:]):
+        raise ValueError(
+            "cu_seq_lens_q, seq_idx and position_ids contradict each other about where documents start; "
+            "pass boundaries that agree, or only one of them"
+        )
