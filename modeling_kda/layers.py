@@ -136,18 +136,16 @@ class Decay(nn.Module):
             init.copy_(self.dt_bias, share.logit())
 
     def forward(self, x):
-        """x: [B, T, H, 1 or K] -> log_decay of the same shape, <= 0, in fp32 at least."""
-        rate = self.A_log.exp()[:, None]
-        if self.lower_bound is None:
-            return -rate * self.step(x)
-        return self.lower_bound * torch.sigmoid(rate * self._shifted(x))
+        """x: [B, T, H, 1 or K] -> log_decay <= 0 and the step size softplus(x + dt_bias), which Mamba-2 also writes
+        with (None in the bounded form). Both have the shape of x and are fp32 at least.
 
-    def step(self, x):
-        """The step size softplus(x + dt_bias), which Mamba-2 also uses as the write strength."""
-        return F.softplus(self._shifted(x))
-
-    def _shifted(self, x):
-        return at_least_fp32(x) + self.dt_bias.view(x.shape[-2:])
+        One call gives both: sharding and offloading bring parameters in for `forward` and for nothing else.
+        """
+        rate, x = self.A_log.exp()[:, None], at_least_fp32(x) + self.dt_bias.view(x.shape[-2:])
+        if self.lower_bound is not None:
+            return self.lower_bound * torch.sigmoid(rate * x), None
+        step = F.softplus(x)
+        return -rate * step, step
 
 
 def inverse_softplus(y):

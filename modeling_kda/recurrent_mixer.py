@@ -130,9 +130,9 @@ class RecurrentMixer(nn.Module):
                 self.decay_proj if self.stage.decay == "head" else lambda y: self.decay_b_proj(self.decay_a_proj(y))
             )
             logits = project(x).view(B, T, self.decay.A_log.shape[0], -1)
-            log_decay = self.decay(logits)
+            log_decay, step = self.decay(logits)
             if self.stage.write == "step":
-                beta = self.decay.step(logits)[..., 0]
+                beta = step[..., 0]
         if self.stage.write == "beta":
             beta = at_least_fp32(self.beta_proj(x)).sigmoid()
         heads = self.sizes[2] // self.value_head_dim

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import PATTERNS, assert_different, assert_same, tiny_model, tokens
 from peft import (
     AutoPeftModelForCausalLM,
     LoraConfig,
@@ -15,18 +15,11 @@ from peft import (
 
 from modeling_kda import STAGES
 
-EVERY_MIXER = {**{stage: [stage, stage] for stage in STAGES}, "hybrid": ["kda", "softmax", "linear"]}
 MIXER_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# merging adds B A to W before the product instead of after it: rounding only
-MERGE = 2e-5
 
 
 def lora(**fields):
     return LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, init_lora_weights=False, **fields)
-
-
-def some_ids(seed=0, shape=(2, 24)):
-    return torch.randint(2, 97, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def train(model, ids, steps=3):
@@ -42,9 +35,9 @@ def train(model, ids, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("stages", EVERY_MIXER.values(), ids=EVERY_MIXER)
+@pytest.mark.parametrize("stages", PATTERNS.values(), ids=PATTERNS)
 def test_lora_trains_saves_loads_and_merges(stages, tmp_path):
-    ids = some_ids()
+    ids = tokens(2, 24)
     base = tiny_model(stages)
     model = get_peft_model(base, lora())
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -58,8 +51,8 @@ def test_lora_trains_saves_loads_and_merges(stages, tmp_path):
         loaded = PeftModel.from_pretrained(tiny_model(stages), tmp_path)
         assert torch.equal(loaded(ids).logits, expected)
         merged = loaded.merge_and_unload()
-        torch.testing.assert_close(merged(ids).logits, expected, rtol=0, atol=MERGE)
-        assert (merged(ids).logits - tiny_model(stages)(ids).logits).abs().max() > 100 * MERGE
+        assert_same(merged(ids).logits, expected)
+        assert_different(merged(ids).logits, tiny_model(stages)(ids).logits)
 
 
 def test_default_targets_reach_every_mixer():
@@ -74,10 +67,10 @@ def test_all_linear_reaches_every_linear_but_the_head_and_merges(output_gate):
     linears = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
     model = get_peft_model(base, lora(target_modules="all-linear"))
     assert set(model.targeted_module_names) == linears - {"lm_head"}
-    ids = some_ids()
+    ids = tokens(2, 24)
     with torch.no_grad():
         expected = model(ids).logits
-        torch.testing.assert_close(model.merge_and_unload()(ids).logits, expected, rtol=0, atol=MERGE)
+        assert_same(model.merge_and_unload()(ids).logits, expected)
 
 
 def test_lora_under_gradient_checkpointing_has_the_same_gradients():
@@ -89,10 +82,10 @@ def test_lora_under_gradient_checkpointing_has_the_same_gradients():
             base.enable_input_require_grads()
         torch.manual_seed(1)
         model = get_peft_model(base, lora()).train()
-        model(some_ids(), labels=some_ids()).loss.backward()
+        model(tokens(2, 24), labels=tokens(2, 24)).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+        assert_same(gradients[1][name], gradient)
 
 
 def test_adapter_folder_loads_through_the_auto_class(tmp_path):
@@ -103,7 +96,7 @@ def test_adapter_folder_loads_through_the_auto_class(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     with torch.no_grad():
-        assert torch.equal(loaded(some_ids()).logits, model(some_ids()).logits)
+        assert torch.equal(loaded(tokens(2, 24)).logits, model(tokens(2, 24)).logits)
 
 
 def test_saving_resized_embeddings_with_the_adapter(tmp_path):
@@ -116,7 +109,7 @@ def test_saving_resized_embeddings_with_the_adapter(tmp_path):
     again.resize_token_embeddings(100)
     with torch.no_grad():
         loaded = PeftModel.from_pretrained(again, tmp_path)
-        torch.testing.assert_close(loaded(some_ids()).logits, model(some_ids()).logits)
+        assert_same(loaded(tokens(2, 24)).logits, model(tokens(2, 24)).logits)
 
 
 def test_lora_on_the_short_convolution_is_refused():
@@ -126,7 +119,7 @@ def test_lora_on_the_short_convolution_is_refused():
 
 @pytest.mark.parametrize("stages", ["softmax", "kda", ["kda", "softmax"]], ids=str)
 def test_prompt_tuning_is_the_prompt_before_the_embeddings(stages):
-    ids = some_ids()
+    ids = tokens(2, 24)
     base = tiny_model(stages)
     torch.manual_seed(0)
     model = get_peft_model(base, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=5))
@@ -135,7 +128,7 @@ def test_prompt_tuning_is_the_prompt_before_the_embeddings(stages):
     with torch.no_grad():
         embeds = torch.cat([model.get_prompt(len(ids)), base.get_input_embeddings()(ids)], dim=1)
         logits = base(inputs_embeds=embeds, use_cache=False).logits
-        torch.testing.assert_close(model(ids, use_cache=False).logits, logits)
+        assert_same(model(ids, use_cache=False).logits, logits)
         first = model.generate(input_ids=ids, max_new_tokens=1, do_sample=False)
     assert torch.equal(first[:, -1], logits[:, -1].argmax(-1))
 
@@ -145,11 +138,11 @@ def test_prefix_tuning_is_refused_where_a_layer_has_no_keys_and_values(stages):
     prefix = PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=5)
     model = get_peft_model(tiny_model(stages), prefix)
     with pytest.raises(ValueError, match=r"layer \d of the model, kda, keeps a state.*prefix tuning"):
-        model(some_ids())
+        model(tokens(2, 24))
 
 
 def test_prefix_tuning_trains_the_softmax_stage():
     prefix = PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=5)
     model = get_peft_model(tiny_model("softmax"), prefix)
-    losses = train(model, some_ids())
+    losses = train(model, tokens(2, 24))
     assert losses[-1] < losses[0]

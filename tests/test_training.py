@@ -2,13 +2,18 @@
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import PATTERNS, ROUNDING, assert_same, tiny_model, tokens
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from modeling_kda import STAGES, KDACache
 
-EVERY_MIXER = {**{stage: [stage, stage] for stage in STAGES}, "hybrid": ["kda", "softmax", "ssd"]}
+# central differences in fp64
+SLOPE = 1e-4
+# mean error of logits of order one after bf16 or fp16 arithmetic; on average, because the norm of a state that holds
+# one token leaves nothing but its sign, which rounding may change
+LOW_PRECISION = 0.1
+
 OPTIONS = {
     "no short convolution": {"short_conv_kernel_size": 0},
     "convolution and activation": {"short_conv_activation": "silu"},
@@ -29,23 +34,22 @@ OPTIONS = {
 }
 
 
-def some_ids(seed=0, shape=(2, 20)):
-    return torch.randint(2, 97, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(got, expected, **tolerance):
+def assert_same_gradients(got, expected, budget=ROUNDING):
+    """Relative to each gradient, but a gradient that is zero but for rounding (a softmax layer's k bias) may be so."""
     assert got.keys() == expected.keys()
+    floor = 1e-2 * max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+        error = (got[name] - gradient).abs().max() / gradient.abs().max().clamp_min(floor)
+        assert error <= budget, f"{name}: relative error {error:.2e} is above {budget:.0e}"
 
 
 class Rows(Dataset):
     def __init__(self, count=8, length=20):
-        self.ids = some_ids(3, (count, length))
+        self.ids = tokens(count, length, seed=3)
 
     def __len__(self):
         return len(self.ids)
@@ -67,7 +71,7 @@ def trainer(model, folder, **fields):
     return Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows(5))
 
 
-@pytest.mark.parametrize("stages", EVERY_MIXER.values(), ids=EVERY_MIXER)
+@pytest.mark.parametrize("stages", PATTERNS.values(), ids=PATTERNS)
 def test_trainer_trains_evaluates_predicts_and_resumes(stages, tmp_path):
     straight = trainer(tiny_model(stages).train(), tmp_path / "straight", save_strategy="steps", save_steps=2)
     before = straight.evaluate()["eval_loss"]
@@ -83,17 +87,17 @@ def test_trainer_trains_evaluates_predicts_and_resumes(stages, tmp_path):
     resumed = trainer(other, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     for name, p in straight.model.named_parameters():
-        torch.testing.assert_close(resumed.model.get_parameter(name), p, msg=name)
+        assert_same(resumed.model.get_parameter(name), p)
 
 
 def test_label_smoothing_smooths_the_shifted_labels(tmp_path):
-    model, ids = tiny_model("kda"), some_ids()
+    model, ids = tiny_model("kda"), tokens(2, 20)
     smoothed = trainer(model, tmp_path, label_smoothing_factor=0.1)
     with torch.no_grad():
         got = smoothed.compute_loss(model, {"input_ids": ids, "labels": ids})
         logits = model(ids).logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
-    torch.testing.assert_close(got, expected)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("stages", ["softmax", "kda"])
@@ -112,23 +116,23 @@ def test_gradient_accumulation_equals_one_large_batch(stages, tmp_path):
         )
         run.train()
         models.append((model, run.state.log_history[0]["loss"]))
-    assert models[0][1] == pytest.approx(models[1][1], rel=1e-5)
-    for (name, p), q in zip(models[0][0].named_parameters(), models[1][0].parameters(), strict=True):
-        torch.testing.assert_close(q, p, msg=name)
+    assert models[0][1] == pytest.approx(models[1][1], rel=ROUNDING)
+    for p, q in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        assert_same(q, p)
 
 
 def test_loss_divides_by_the_number_of_items_it_is_told():
-    model, ids = tiny_model("kda"), some_ids()
+    model, ids = tiny_model("kda"), tokens(2, 20)
     with torch.no_grad():
         mean = model(ids, labels=ids).loss
         told = model(ids, labels=ids, num_items_in_batch=10).loss
-    torch.testing.assert_close(told, mean * 2 * 19 / 10)
+    assert_same(told, mean * 2 * 19 / 10)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stages", EVERY_MIXER.values(), ids=EVERY_MIXER)
+@pytest.mark.parametrize("stages", PATTERNS.values(), ids=PATTERNS)
 def test_checkpointing_runs_each_mixer_twice_and_keeps_the_gradients(stages, reentrant):
-    ids = some_ids()
+    ids = tokens(2, 20)
     plain = tiny_model(stages).train()
     plain(ids, labels=ids).loss.backward()
 
@@ -149,7 +153,7 @@ def test_checkpointing_runs_each_mixer_twice_and_keeps_the_gradients(stages, ree
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_parameter_gets_a_gradient(options):
     model = tiny_model(list(STAGES), **options).train()
-    ids = some_ids()
+    ids = tokens(2, 20)
     model(ids, labels=ids).loss.backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     zero = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()]
@@ -161,7 +165,7 @@ def test_every_parameter_gets_a_gradient(options):
 def test_packed_rows_train_as_their_documents_do(reentrant):
     """The gradient of a pack is the sum of its documents', whichever way the boundaries reach the recomputation."""
     stages, lengths = ["kda", "softmax", "linear", "delta"], (7, 1, 12)
-    documents = [some_ids(seed, (1, length)) for seed, length in enumerate(lengths)]
+    documents = [tokens(1, length, seed=seed) for seed, length in enumerate(lengths)]
     expected = tiny_model(stages).train()
     for ids in documents:
         if ids.shape[1] > 1:
@@ -174,12 +178,12 @@ def test_packed_rows_train_as_their_documents_do(reentrant):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = torch.where(positions == 0, -100, ids)
     model(ids, labels=labels, position_ids=positions, num_items_in_batch=17).loss.backward()
-    assert_same_gradients(gradients(model), gradients(expected), rtol=1e-4, atol=1e-5)
+    assert_same_gradients(gradients(model), gradients(expected))
 
 
-@pytest.mark.parametrize("stages", EVERY_MIXER.values(), ids=EVERY_MIXER)
+@pytest.mark.parametrize("stages", PATTERNS.values(), ids=PATTERNS)
 def test_gradients_flow_through_a_cache_between_segments(stages):
-    ids = some_ids()
+    ids = tokens(2, 20)
     parts = ids[:, :8], ids[:, 8:9], ids[:, 9:]
     one_shot, segmented = tiny_model(stages).double().train(), tiny_model(stages).double().train()
     one_shot(ids).logits[:, 9:].square().sum().backward()
@@ -190,12 +194,12 @@ def test_gradients_flow_through_a_cache_between_segments(stages):
     assert_same_gradients(gradients(segmented), gradients(one_shot))
 
 
-@pytest.mark.parametrize("stages", EVERY_MIXER.values(), ids=EVERY_MIXER)
+@pytest.mark.parametrize("stages", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
 def test_low_precision_trains_and_decodes(precision, stages):
     dtype = torch.float16 if precision == "float16" else torch.bfloat16
     model = tiny_model(stages).train()
-    exact = model(some_ids()).logits
+    exact = model(tokens(2, 20)).logits
     if precision != "autocast":
         # as from_pretrained(dtype=...) does: the decay stays fp32
         model.to(dtype)
@@ -203,22 +207,21 @@ def test_low_precision_trains_and_decodes(precision, stages):
             if hasattr(layer.mixer, "decay"):
                 layer.mixer.decay.float()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-        output = model(some_ids(), labels=some_ids())
+        output = model(tokens(2, 20), labels=tokens(2, 20))
         output.loss.backward()
         model.eval()
         with torch.no_grad():
             cache = KDACache(model.config)
-            steps = [model(part, cache=cache).logits for part in some_ids().split([17, 1, 1, 1], 1)]
+            steps = [model(part, cache=cache).logits for part in tokens(2, 20).split([17, 1, 1, 1], 1)]
     assert output.logits.dtype == steps[0].dtype == dtype
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    # a few roundings of 2^-8 on logits of order one; on average, because a normalised sum of one term has only a sign
-    assert (output.logits - exact).abs().mean() < 0.1
-    assert (torch.cat(steps, 1) - exact).abs().mean() < 0.1
+    assert (output.logits - exact).abs().mean() < LOW_PRECISION
+    assert (torch.cat(steps, 1) - exact).abs().mean() < LOW_PRECISION
 
 
-@pytest.mark.parametrize("stages", EVERY_MIXER.values(), ids=EVERY_MIXER)
-def test_gradients_match_finite_differences(stages):
-    model, ids, step = tiny_model(stages).double().train(), some_ids(), 1e-6
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_match_finite_differences(stage):
+    model, ids, step = tiny_model(stage).double().train(), tokens(2, 20), 1e-6
     generator = torch.Generator().manual_seed(0)
 
     def loss():
@@ -235,14 +238,14 @@ def test_gradients_match_finite_differences(stages):
             below = loss()
             p.add_(direction, alpha=step)
         expected = (above - below) / (2 * step)
-        torch.testing.assert_close((p.grad * direction).sum(), expected, rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close((p.grad * direction).sum(), expected, rtol=SLOPE, atol=1e-7, msg=name)
 
 
 def test_no_cache_leaves_a_training_step_unless_one_is_passed():
     """Also because DataParallel takes outputs apart and joins their tensors, which a cache would not survive."""
     model = tiny_model(["kda", "softmax"]).train()
-    output = model(some_ids(), labels=some_ids())
+    output = model(tokens(2, 20), labels=tokens(2, 20))
     assert all(isinstance(value, torch.Tensor) for value in output.values())
     rebuilt = type(output)((name, torch.stack([value, value])) for name, value in output.items())
     assert rebuilt.logits.shape == (2, *output.logits.shape)
-    assert isinstance(model(some_ids(), cache=KDACache(model.config)).cache, KDACache)
+    assert isinstance(model(tokens(2, 20), cache=KDACache(model.config)).cache, KDACache)

@@ -1,0 +1,123 @@
+"""Several processes (gloo, on CPU): DDP and FSDP2 give the losses and gradients of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from helpers import assert_same, tiny_model, tokens
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+STAGES_IN_USE = ["kda", "softmax", "ssd"]
+WORLD = 2
+# gradients of two halves added instead of one sum
+GRADIENT = 1e-4
+# losses of two bf16 runs after steps that differ by rounding
+BF16_LOSS = 2e-2
+
+
+def batch():
+    return tokens(4, 20)
+
+
+def mixed_model():
+    """bf16 with fp32 decays, as from_pretrained(dtype=torch.bfloat16) gives it."""
+    model = tiny_model(STAGES_IN_USE).train().to(torch.bfloat16)
+    for layer in model.model.layers:
+        if hasattr(layer.mixer, "decay"):
+            layer.mixer.decay.float()
+    return model
+
+
+def join_group(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    torch.save(every_run(rank), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def ddp_steps(rank):
+    # a parameter without a gradient would be an error in the second step
+    model = DistributedDataParallel(tiny_model(STAGES_IN_USE).train())
+    ids = batch()[rank * 2 :][:2]
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+    return {"loss": loss.detach(), "grads": {name: p.grad for name, p in model.module.named_parameters()}}
+
+
+def shard(model, **fields):
+    """As transformers' own plan does it: the fp32 parameters in groups of their own, then blocks, then the rest."""
+    for layer in model.model.layers:
+        if hasattr(layer.mixer, "decay"):
+            fully_shard(layer.mixer.decay)
+        fully_shard(layer, **fields)
+    return fully_shard(model, **fields)
+
+
+def train(model, ids, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def fsdp_steps(rank):
+    results = {}
+    for checkpointing in (False, True):
+        model = mixed_model()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(model)
+        results[checkpointing] = train(model, batch())
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(tiny_model(STAGES_IN_USE).train(), mp_policy=policy)
+    return {"plain": results[False], "checkpointed": results[True], "cast": train(model, batch()), "dtypes": dtypes}
+
+
+def every_run(rank):
+    return {"ddp": ddp_steps(rank), "fsdp": fsdp_steps(rank)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What every rank saw; starting processes is the slow part, so that all runs share them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(join_group, (str(folder),), nprocs=WORLD, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def test_ddp_has_the_gradients_of_one_process(results):
+    model = tiny_model(STAGES_IN_USE).train()
+    loss = model(batch(), labels=batch()).loss
+    loss.backward()
+    assert_same(sum(result["ddp"]["loss"] for result in results) / WORLD, loss)
+    for name, p in model.named_parameters():
+        for result in results:
+            # what all keys share has no gradient in a softmax layer, only rounding
+            assert_same(result["ddp"]["grads"][name], p.grad, GRADIENT if "k_proj.bias" not in name else torch.inf)
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "cast"])
+def test_fsdp2_has_the_losses_of_one_process(results, kind):
+    """`plain` and `checkpointed`: bf16 weights with fp32 decays; `cast`: fp32 weights that compute in bf16."""
+    expected = train(mixed_model(), batch())
+    assert expected[-1] < expected[0]
+    for result in results:
+        assert_same(result["fsdp"][kind], expected, BF16_LOSS)
+    if kind == "plain":
+        assert_same(results[0]["fsdp"][kind][0], expected[0])
+
+
+def test_fsdp2_keeps_the_decays_in_fp32(results):
+    for result in results:
+        dtypes = result["fsdp"]["dtypes"]
+        assert {dtype for name, dtype in dtypes.items() if ".decay." in name} == {torch.float32}
+        assert {dtype for name, dtype in dtypes.items() if ".decay." not in name} == {torch.bfloat16}
