@@ -291,7 +291,7 @@ def check_generation(config, length, new_tokens, temperature):
     limit = config.max_position_embeddings
     if getattr(config, "position_embedding", "learned") == "learned" and length + new_tokens > limit:
         raise ValueError(
-            f"the model has {limit} positions, but the prompt has {length} tokens and {new_tokens} more are asked for; "
+            f"the model has {limit} positions, but the prompt has {length} tokens and {new_tokens} more are wanted; "
             "shorten one of them"
         )
 

@@ -18,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 from .blocks import PackedBlocks, pad_on_the_right
 from .checkpoint import read_json
 from .evaluate import describe, environment
-from .files import check_vocabulary, digest, tokenize, write_json
+from .files import best_device, check_vocabulary, digest, tokenize, write_json
 from .trainers import LayerwiseTrainer, LogitTrainer, output_variances, parameter_groups, recurrent_layers
 
 RECORD = "distillation.json"
@@ -198,6 +198,7 @@ def _run_phase(name, steps, work, *, student, teacher, blocks, collate, recipe, 
 
 
 def _build_trainer(name, steps, folder, student, teacher, blocks, collate, recipe):
+    on_cpu = best_device().type == "cpu"
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -214,7 +215,8 @@ def _build_trainer(name, steps, folder, student, teacher, blocks, collate, recip
         bf16=recipe.bf16,
         activation_checkpointing=recipe.checkpoint_activations and name == "kl",
         remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_pin_memory=not on_cpu,
+        use_cpu=on_cpu,
         report_to="none",
     )
     # one process, one device: several devices are used with torchrun, not by splitting batches inside a process

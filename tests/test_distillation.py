@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,8 @@ def build_trainer(kind, student, teacher, folder, rows, *, batch_size, accumulat
         report_to="none",
         remove_unused_columns=False,
         disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
     )
     data = [{"input_ids": row} for row in rows]
     more = {"variances": output_variances(teacher, UNEVEN)} if kind is LayerwiseTrainer else {}
@@ -61,6 +64,29 @@ def one_step(kind, folder, batch_size, accumulate):
     trainer = build_trainer(kind, student, teacher, folder, UNEVEN, **shape, optimizer=optimizer)
     loss = trainer.train().training_loss
     return student, loss
+
+
+def work(rank, port, folder):
+    """One of two processes: takes the step of `one_step` with both losses, and stores the student."""
+    torch.set_num_threads(1)
+    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ.update(world, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for kind in (LogitTrainer, LayerwiseTrainer):
+        student, _ = one_step(kind, folder, batch_size=1, accumulate=2)
+        torch.save(student.state_dict(), folder / f"{kind.__name__}-{rank}.pt")
+
+
+def test_two_processes_take_the_step_of_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port, tmp_path), nprocs=2)
+    for kind in (LogitTrainer, LayerwiseTrainer):
+        alone, _ = one_step(kind, tmp_path, batch_size=4, accumulate=1)
+        for rank in range(2):
+            together = torch.load(tmp_path / f"{kind.__name__}-{rank}.pt")
+            for name, value in alone.state_dict().items():
+                assert torch.allclose(value, together[name], atol=1e-6), (kind, rank, name)
 
 
 @pytest.mark.parametrize("kind", [LogitTrainer, LayerwiseTrainer])
