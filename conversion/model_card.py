@@ -1,12 +1,12 @@
 """Fills a model card from the JSON that `evaluate` and `distill` wrote. No number in a card has another source."""
 
 import os
-from importlib import resources
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-TEMPLATE = "TEMPLATE.md"
+# the folder lies beside this one in the repository and when installed
+TEMPLATE = Path(__file__).resolve().parents[1] / "model_cards" / "TEMPLATE.md"
 
 
 def fill_card(
@@ -51,7 +51,7 @@ def fill_card(
     )
     card = ModelCard.from_template(
         data,
-        template_path=str(template or resources.files("modeling_kda.model_cards") / TEMPLATE),
+        template_path=str(template or TEMPLATE),
         evaluation=evaluation,
         distillation=distillation,
         name=name,
