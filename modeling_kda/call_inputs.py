@@ -14,6 +14,9 @@ from .token_layout import (
     padding_splits_a_document,
 )
 
+# an additive mask hides what is below; biases such as ALiBi's stay above on the diagonal
+HIDDEN = -1e3
+
 
 @dataclass
 class CallInputs:
@@ -205,7 +208,7 @@ def _checked_4d(mask, inputs_embeds, past, room):
 
 
 def _allowed(mask):
-    return mask if mask.dtype == torch.bool else mask >= 0
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def _check_causal(mask, past):
@@ -216,7 +219,10 @@ def _check_causal(mask, past):
     visible = allowed.any(-2, keepdim=True)
     # what a padded token sees does not matter
     real = visible[..., 0, past : past + T, None]
-    if ((allowed != (causal & visible)) & real).any() or (allowed != allowed[:, :1]).any():
+    wrong = ((allowed != (causal & visible)) & real) | (allowed != allowed[:, :1])
+    if mask.is_floating_point():
+        wrong = wrong | (allowed & (mask != 0))
+    if wrong.any():
         raise ValueError(
             "a 4-D attention_mask must be causal with padding for models with recurrent layers, got another pattern; "
             "for packed documents pass position_ids that start again, cu_seq_lens_q or seq_idx"

@@ -72,7 +72,8 @@ class KDAModel(KDAPreTrainedModel):
         super().__init__(config)
         # fields may have been assigned since the config was made
         config.check()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        # without padding_idx: GPT-2 pads with its end of text, whose embedding must be learned
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.position_embedding == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)

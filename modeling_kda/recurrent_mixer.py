@@ -109,7 +109,9 @@ class RecurrentMixer(nn.Module):
         q, k, v = qkv
         B, T, _ = q.shape
         q, k = (x.view(B, T, -1, self.head_dim) for x in (q, k))
-        return q, k, v.view(B, T, -1, self.value_head_dim)
+        v = v.view(B, T, -1, self.value_head_dim)
+        # outputs come in the dtype of the values, and sums over the past can pass 65504
+        return q, k, v.float() if v.dtype == torch.float16 else v
 
     def _features(self, q, k, v):
         if self.stage.unit_keys:
