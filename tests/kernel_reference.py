@@ -1,4 +1,4 @@
-"""What the tests of the decode and layer kernels share: definitions in fp64, token by token, and how to reach a kernel.
+"""What the tests of the decode and layer kernels share: definitions in fp64, and how to reach a kernel.
 
 The kernel files are loaded by path, not through the package: they must work with nothing but torch and triton, and
 under the interpreter each is loaded in a process of its own.
@@ -33,7 +33,7 @@ def load(name):
 
 
 def run_interpreted(file):
-    """Run the functions `interpreted_*` of a test file as tests, on the CPU, in a process with Triton's interpreter."""
+    """Run the functions `interpreted_*` of a test file as tests, in a process with Triton's interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-o", "python_functions=interpreted_*", str(file)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

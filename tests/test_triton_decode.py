@@ -183,7 +183,7 @@ def step_inputs(
 
 def step_reference(tensors, options):
     """(y, state, window) of the layer step in fp64, written from the formulas."""
-    x = {name: value for name, value in tensors.items()}
+    x = tensors
     B, _, H, K = x["q"].shape
     parts = [x[name].double().flatten(2) for name in ("q", "k", "v")]
     window = None
