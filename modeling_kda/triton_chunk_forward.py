@@ -1,0 +1,407 @@
+"""Triton kernels of the chunked forward pass: `prep_kernel` (every chunk alone) and `scan_kernel` (chunk after chunk).
+
+For C tokens with start state S, G_i = sum of the log-decays up to and with token i, D_ij = exp(G_i - G_j):
+
+    N_ij = sum_d k_i k_j D_ij  (i > j)        P_ij = scale sum_d q_i k_j D_ij  (i >= j)
+    Z    = N (I + diag(beta) N)^-1            E    = (I - Z diag(beta)) (V - (k e^G) S)      the prediction errors
+    U    = beta E     O = scale (q e^G) S + P U     S <- e^{G_C} S + (k e^{G_C - G})^T U
+
+Z holds the erasing of both directions without a division: I - Z diag(beta) = (I + N diag(beta))^-1 turns values into
+errors, I - diag(beta) Z = (I + diag(beta) N)^-1 carries gradients back.
+
+No exponent is positive and no factor spans more than it must. Rows i and columns j meet at the level that separates
+them: halves of 2b rows, b = C/2 ... 1. There a row of the right half carries the decay from the middle to itself, a
+row of the left half the decay from itself to the middle, so one tile exp(D_b), D_b a 0/1 matrix times the log-decays,
+serves rows and columns at once, for gates of any size, and a later token never touches an earlier one.
+
+The state is held transposed, [V, K], so that every product takes the previous one as its left operand, in registers.
+"""
+
+import os
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the fast path needs triton: pip install triton") from error
+
+# exp of anything below is 0 in fp32, so that clamping a step there changes no bit, and sums stay in fp16's range
+SMALLEST_LOG_DECAY = tl.constexpr(-110.0)
+# Triton's interpreter multiplies the bit patterns of bf16 operands
+BF16_OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
+
+
+@triton.jit
+def locate_chunk(i_s, cu_seqlens, T, NT, N, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
+    """Slot -> (first token of the sequence, its length, chunk in the sequence). Sequence n starts at slot
+    cu_seqlens[n] // BT + n, an upper bound that needs no count of chunks; slots past a sequence have nothing to do."""
+    if IS_VARLEN:
+        i_n = i_s * 0
+        i_end = i_n + N
+        while i_end - i_n > 1:
+            i_mid = (i_n + i_end) // 2
+            is_right = tl.load(cu_seqlens + i_mid).to(tl.int32) // BT + i_mid <= i_s
+            i_n = tl.where(is_right, i_mid, i_n)
+            i_end = tl.where(is_right, i_end, i_mid)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
+        i_t = i_s - (bos.to(tl.int32) // BT + i_n)
+    else:
+        i_n = i_s // NT
+        bos = i_n.to(tl.int64) * T
+        length = T
+        i_t = i_s - i_n * NT
+    return bos, length, i_t
+
+
+@triton.jit
+def locate_sequence(i_n, cu_seqlens, T, NT, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
+    """Sequence -> (its first token, its length, its first slot)."""
+    if IS_VARLEN:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
+        i_s = bos.to(tl.int32) // BT + i_n
+    else:
+        bos = i_n.to(tl.int64) * T
+        length = T
+        i_s = i_n * NT
+    return bos, length, i_s
+
+
+@triton.jit
+def exact_dot(a, b, A_IS_MASK: tl.constexpr):
+    """a @ b where one factor holds only 0 and 1: the other is split in three bf16 parts, so fp32 survives."""
+    x = b if A_IS_MASK else a
+    hi = x.to(BF16_OPERAND)
+    rest = x - hi.to(tl.float32)
+    mid = rest.to(BF16_OPERAND)
+    lo = (rest - mid.to(tl.float32)).to(BF16_OPERAND)
+    m = (a if A_IS_MASK else b).to(BF16_OPERAND)
+    if A_IS_MASK:
+        product = tl.dot(m, hi) + (tl.dot(m, mid) + tl.dot(m, lo))
+    else:
+        product = tl.dot(hi, m) + (tl.dot(mid, m) + tl.dot(lo, m))
+    return product
+
+
+@triton.jit
+def sum_steps(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
+    """Exponents: matrix i_m of `steps` (0/1, [BT, BT]) times the log-decays [BT, BK]. Rounding those to fp16 moves a
+    factor e^-x by at most x e^-x 2^-12 < 1e-4, less than the rounding of the 16-bit operands that it multiplies."""
+    o_i = tl.arange(0, BT)
+    # loaded, because a mask computed here would cost registers and go to shared memory anyway
+    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
+    if PRECISE:
+        b_sum = exact_dot(m, b_g, True)
+    else:
+        b_sum = tl.dot(m, b_g.to(tl.float16))
+    return b_sum
+
+
+@triton.jit
+def level_pairs(i_l, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[BT, BT] mask of the pairs (later row i in a right half, earlier row j in the left half beside it)."""
+    # built from rows and columns that depend on the level: a mask made in 2D would sit in registers across the loop
+    i_half = tl.arange(0, BT) >> i_l
+    right = tl.where((i_half & 1) == 1, i_half, -1)
+    left = tl.where((i_half & 1) == 0, i_half + 1, -2)
+    if TRANSPOSED:
+        m_pair = left[:, None] == right[None, :]
+    else:
+        m_pair = right[:, None] == left[None, :]
+    return m_pair
+
+
+@triton.jit
+def head_decay_matrix(b_g, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """exp(sum of the steps j < t <= i) for one rate per head, [i, j] or [j, i]; 1 where i <= j."""
+    o_i = tl.arange(0, BT)[:, None]
+    o_t = tl.arange(0, BT)[None, :]
+    if TRANSPOSED:
+        b_sum = exact_dot(tl.where(o_t > o_i, b_g[None, :], 0.0), (o_i <= o_t).to(tl.float32), False)
+    else:
+        b_sum = exact_dot(tl.where(o_t <= o_i, b_g[None, :], 0.0), (o_i > o_t).to(tl.float32), False)
+    return tl.exp(b_sum)
+
+
+@triton.jit
+def load_inverse_norm(x, o_row, m_t, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr):
+    """1 / sqrt(sum x^2 + 1e-6) per row, for rows at x + o_row."""
+    b_sum = tl.zeros([BT], tl.float32)
+    for i_d in range(0, D, BD):
+        o_d = i_d + tl.arange(0, BD)
+        b_x = tl.load(x + o_row[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0)
+        b_sum += tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1)
+    return tl.rsqrt(b_sum + 1e-6)
+
+
+@triton.jit
+def load_beta(beta, o_row, m_t, HAS_BETA: tl.constexpr, RAW: tl.constexpr):
+    """Write strengths of the rows; RAW: from their logits. Rows past the end write nothing."""
+    if HAS_BETA:
+        b_beta = tl.load(beta + o_row, mask=m_t, other=0.0).to(tl.float32)
+        if RAW:
+            b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
+    else:
+        b_beta = m_t.to(tl.float32)
+    return b_beta
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def activate_gate(b_x, b_bias, rate, lower_bound, m, GATE: tl.constexpr):
+    """Log-decays from gate logits: GATE 0 as they are, 1 -rate softplus(x + bias), 2 bound sigmoid(rate (x + bias))."""
+    if GATE == 1:
+        b_x = -rate * softplus(b_x + b_bias)
+    elif GATE == 2:
+        b_x = lower_bound * tl.sigmoid(rate * (b_x + b_bias))
+    return tl.where(m, tl.maximum(b_x, SMALLEST_LOG_DECAY), 0.0)
+
+
+@triton.jit
+def invert(b_n, b_beta, BT: tl.constexpr, NUM_LEVELS: tl.constexpr, DT: tl.constexpr):
+    """Z = N (I + diag(beta) N)^-1 by block doubling: the recursive 2x2 block inverse, which uses no power of N."""
+    b_z = tl.where(level_pairs(0, BT, False), b_n, 0.0)
+    for i_l in range(1, NUM_LEVELS):
+        b_m = tl.where(level_pairs(i_l, BT, False), b_n, 0.0)
+        b_m -= tl.dot((b_m * b_beta[None, :]).to(DT), b_z.to(DT), input_precision="tf32x3")
+        b_z += b_m - tl.dot((b_z * b_beta[None, :]).to(DT), b_m.to(DT), input_precision="tf32x3")
+    return b_z
+
+
+@triton.jit
+def prep_kernel(
+    q, k, log_decay, beta, A_log, dt_bias, cu_seqlens, steps,       # inputs
+    q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # per slot
+    scale, lower_bound, T, NT, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr,
+    QK_NORM: tl.constexpr, GATE: tl.constexpr, RAW_BETA: tl.constexpr,
+    PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """P and Z of one chunk of one value head, and with DECAY = 2 (per channel) also scale q e^G, k e^G, k e^{G_C - G}
+    and e^{G_C}; with DECAY = 1 (per head) or 0 the factors of the rows of q and k that give the same three, and e^{G_C}.
+    DT: dtype of the operands that are multiplied here."""
+    i_s = tl.program_id(0) // HV
+    i_hv = tl.program_id(0) % HV
+    bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
+    if i_t * BT >= length:
+        return
+    o_i = tl.arange(0, BT)
+    m_t = i_t * BT + o_i < length
+    first_row = bos + i_t * BT
+    slot = i_s.to(tl.int64) * HV + i_hv
+    # 64-bit offsets once per block, 32-bit inside it
+    q += (first_row * H + i_hv // (HV // H)) * K
+    k += (first_row * H + i_hv // (HV // H)) * K
+    o_key = o_i * (H * K)
+    o_gate = o_i * HV
+
+    b_p = tl.zeros([BT, BT], tl.float32)
+    b_n = tl.zeros([BT, BT], tl.float32)
+    b_rq = tl.full([BT], 1.0, tl.float32)
+    b_rk = tl.full([BT], 1.0, tl.float32)
+    if QK_NORM:
+        b_rq = load_inverse_norm(q, o_key, m_t, K, BK, BT)
+        b_rk = load_inverse_norm(k, o_key, m_t, K, BK, BT)
+    rate = 1.0
+    if GATE:
+        rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+
+    for i_k in range(0, KP, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = o_k < K
+        m_tk = m_t[:, None] & m_k[None, :]
+        b_q = tl.load(q + o_key[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rq[:, None]
+        b_k = tl.load(k + o_key[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rk[:, None]
+        if DECAY == 2:
+            p_g = log_decay + (first_row * HV + i_hv) * K
+            b_g = tl.load(p_g + o_gate[:, None] * K + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
+            b_bias = tl.zeros([BK], tl.float32)
+            if GATE:
+                b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_g = activate_gate(b_g, b_bias[None, :], rate, lower_bound, m_tk, GATE)
+            o_block = o_i[:, None] * KP + o_k[None, :]
+            b_in = tl.exp(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
+            tl.store(q_in + slot * BT * KP + o_block, (b_q * b_in * scale).to(q_in.dtype.element_ty))
+            tl.store(k_in + slot * BT * KP + o_block, (b_k * b_in).to(k_in.dtype.element_ty))
+            b_out = tl.exp(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
+            tl.store(k_out + slot * BT * KP + o_block, (b_k * b_out).to(k_out.dtype.element_ty))
+            tl.store(total + slot * KP + o_k, tl.exp(tl.sum(b_g, 0)))
+            b_p += tl.where(o_i[:, None] == o_i[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+            for i_l in range(NUM_LEVELS):
+                m_pair = level_pairs(i_l, BT, False)
+                b_e = tl.exp(sum_steps(steps, i_l, b_g, BT, PRECISE))
+                b_ke = (b_k * b_e).to(DT)
+                b_p += tl.where(m_pair, tl.dot((b_q * b_e).to(DT), tl.trans(b_ke), input_precision="tf32x3"), 0.0)
+                if ERASE:
+                    b_n += tl.where(m_pair, tl.dot(b_ke, tl.trans(b_ke), input_precision="tf32x3"), 0.0)
+        else:
+            b_kt = tl.trans(b_k.to(DT))
+            b_p += tl.dot(b_q.to(DT), b_kt, input_precision="tf32x3")
+            if ERASE:
+                b_n += tl.dot(b_k.to(DT), b_kt, input_precision="tf32x3")
+
+    if DECAY != 2:
+        b_upto = tl.zeros([BT], tl.float32)
+        b_after = tl.zeros([BT], tl.float32)
+        if DECAY == 1:
+            b_h = tl.load(log_decay + first_row * HV + i_hv + o_gate, mask=m_t, other=0.0).to(tl.float32)
+            bias = 0.0
+            if GATE:
+                bias = tl.load(dt_bias + i_hv).to(tl.float32)
+            b_h = activate_gate(b_h, bias, rate, lower_bound, m_t, GATE)
+            b_d = head_decay_matrix(b_h, BT, False)
+            b_p *= b_d
+            b_n *= b_d
+            b_upto = tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_h[None, :], 0.0), 1)
+            b_after = tl.sum(tl.where(o_i[:, None] < o_i[None, :], b_h[None, :], 0.0), 1)
+            tl.store(total + slot, tl.exp(tl.sum(b_h, 0)))
+        tl.store(row_q + slot * BT + o_i, tl.exp(b_upto) * b_rq * scale)
+        tl.store(row_k + slot * BT + o_i, tl.exp(b_upto) * b_rk)
+        tl.store(row_out + slot * BT + o_i, tl.exp(b_after) * b_rk)
+    b_p = tl.where(o_i[:, None] >= o_i[None, :], b_p * scale, 0.0)
+    o_matrix = o_i[:, None] * BT + o_i[None, :]
+    tl.store(scores + slot * BT * BT + o_matrix, b_p.to(scores.dtype.element_ty))
+    if ERASE:
+        b_beta = load_beta(beta + first_row * HV + i_hv, o_gate, m_t, HAS_BETA, RAW_BETA)
+        b_n = tl.where(o_i[:, None] > o_i[None, :], b_n, 0.0)
+        tl.store(
+            erasing + slot * BT * BT + o_matrix, invert(b_n, b_beta, BT, NUM_LEVELS, DT).to(erasing.dtype.element_ty)
+        )
+
+
+@triton.jit
+def load_key_block(
+    keys, i_row, i_slot, i_t, length, heads, i_h,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """[BT, KP] (or [KP, BT]) of a per-slot tensor (DECAY = 2), or of the rows of the input itself."""
+    if TRANSPOSED:
+        o_i = tl.arange(0, BT)[None, :]
+        o_k = tl.arange(0, KP)[:, None]
+    else:
+        o_i = tl.arange(0, BT)[:, None]
+        o_k = tl.arange(0, KP)[None, :]
+    if DECAY == 2:
+        b_keys = tl.load(keys + (i_slot * BT + o_i) * KP + o_k)
+    else:
+        mask = (i_t * BT + o_i < length) & (o_k < K)
+        b_keys = tl.load(keys + ((i_row + o_i) * heads + i_h) * K + o_k, mask=mask, other=0.0)
+    return b_keys
+
+
+@triton.jit
+def load_total(total, i_slot, KP: tl.constexpr, DECAY: tl.constexpr):
+    """e^{G_C}, what a chunk leaves of the state before it: [KP], or one number for all."""
+    if DECAY == 2:
+        b_total = tl.load(total + i_slot * KP + tl.arange(0, KP))[None, :]
+    elif DECAY == 1:
+        b_total = tl.load(total + i_slot)
+    else:
+        b_total = 1.0
+    return b_total
+
+
+@triton.jit
+def scan_kernel(
+    v, beta, q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # inputs, prepared
+    state, segment_state, cu_seqlens,
+    o, errors, chunk_states, final_state,                                      # outputs
+    T, NT, N, NUM_SEGMENTS,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    HAS_STATE: tl.constexpr, SEGMENT: tl.constexpr, SAVE: tl.constexpr,
+    IS_VARLEN: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """O, and the state after the last token, of BV value channels of one head, chunk after chunk.
+
+    SEGMENT 0: whole sequences. 1: only what each run of chunks does to a state, as a sum (V rows) and as a matrix (K more
+    rows: the images of the unit states without values), into segment_state. 2: each run from its state in segment_state.
+    SAVE: keep what the backward pass needs, the state before each chunk and the errors.
+    """
+    i_v = tl.program_id(0)
+    i_n = tl.program_id(1) // HV
+    i_hv = tl.program_id(1) % HV
+    i_g = tl.program_id(2)
+    i_h = i_hv // (HV // H)
+    bos, length, first = locate_sequence(i_n, cu_seqlens, T, NT, BT, IS_VARLEN)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, KP)
+    o_i = tl.arange(0, BT)
+    m_v = o_v < V
+    m_vk = m_v[:, None] & (o_k < K)[None, :]
+    p_io = tl.program_id(1).to(tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
+
+    start = 0
+    end = tl.cdiv(length, BT)
+    if SEGMENT:
+        run = tl.cdiv(end, NUM_SEGMENTS)
+        start = tl.minimum(i_g * run, end)
+        end = tl.minimum(start + run, end)
+    if SEGMENT == 1:
+        # rows past the values hold the unit states
+        b_s = tl.where(o_v[:, None] - tl.cdiv(V, BV) * BV == o_k[None, :], 1.0, 0.0)
+        rows = (tl.cdiv(V, BV) + tl.cdiv(KP, BV)) * BV
+    elif SEGMENT == 2:
+        rows = (tl.cdiv(V, BV) + tl.cdiv(KP, BV)) * BV
+    if SEGMENT:
+        i_run = tl.program_id(1).to(tl.int64) * NUM_SEGMENTS + i_g
+        p_run = (i_run * rows + o_v[:, None]) * KP + o_k[None, :]
+    if SEGMENT == 2:
+        b_s = tl.load(segment_state + p_run)
+    elif SEGMENT == 0:
+        b_s = tl.zeros([BV, KP], tl.float32)
+        if HAS_STATE:
+            b_s += tl.load(state + p_io, mask=m_vk, other=0.0).to(tl.float32)
+
+    for i_t in range(start, end):
+        i_slot = (first + i_t).to(tl.int64) * HV + i_hv
+        i_row = bos + i_t * BT
+        m_t = i_t * BT + o_i < length
+        p_v = ((i_row + o_i[None, :]) * HV + i_hv) * V + o_v[:, None]
+        m_vt = m_v[:, None] & m_t[None, :]
+        b_beta = load_beta(beta, (i_row + o_i) * HV + i_hv, m_t, HAS_BETA, RAW_BETA)
+        b_u = tl.load(v + p_v, mask=m_vt, other=0.0).to(tl.float32)
+        b_half = b_s.to(DT)
+        if SAVE:
+            p_s = (i_slot * V + o_v[:, None]) * KP + o_k[None, :]
+            tl.store(chunk_states + p_s, b_half, mask=m_v[:, None])
+        if ERASE:
+            b_kt = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
+            b_y = tl.dot(b_half, b_kt, input_precision="tf32x3")
+            if DECAY != 2:
+                b_y *= tl.load(row_k + i_slot * BT + o_i)[None, :]
+            b_u -= b_y
+            p_z = i_slot * BT * BT + o_i[None, :] * BT + o_i[:, None]
+            b_z = tl.load(erasing + p_z).to(DT)
+            b_u -= tl.dot((b_u * b_beta[None, :]).to(DT), b_z, input_precision="tf32x3")
+            if SAVE:
+                tl.store(errors + p_v, b_u.to(errors.dtype.element_ty), mask=m_vt)
+        b_u *= b_beta[None, :]
+        if SEGMENT != 1:
+            b_qt = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
+            b_o = tl.dot(b_half, b_qt, input_precision="tf32x3")
+            if DECAY != 2:
+                b_o *= tl.load(row_q + i_slot * BT + o_i)[None, :]
+            b_p = tl.load(scores + i_slot * BT * BT + o_i[None, :] * BT + o_i[:, None]).to(DT)
+            b_o += tl.dot(b_u.to(DT), b_p, input_precision="tf32x3")
+            tl.store(o + p_v, b_o.to(o.dtype.element_ty), mask=m_vt)
+        if DECAY != 2:
+            b_u *= tl.load(row_out + i_slot * BT + o_i)[None, :]
+        b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
+        b_s *= load_total(total, i_slot, KP, DECAY)
+        b_s += tl.dot(b_u.to(DT), b_k, input_precision="tf32x3")
+
+    if SEGMENT == 1:
+        tl.store(segment_state + p_run, b_s)
+    elif SEGMENT == 0:
+        tl.store(final_state + p_io, b_s, mask=m_vk)
+    elif i_g == NUM_SEGMENTS - 1:
+        tl.store(final_state + p_io, b_s, mask=m_vk)
