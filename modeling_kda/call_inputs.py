@@ -7,9 +7,9 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .token_layout import (
     TokenLayout,
+    boundaries_between_real_tokens,
     documents_from_cu_seqlens,
     documents_from_positions,
-    first_of_run,
     isolate_padding,
     padding_splits_a_document,
 )
@@ -35,8 +35,10 @@ class CallInputs:
     packed: bool
 
 
-def read_inputs(inputs_embeds, attention_mask, position_ids, seq_idx, cu_seqlens, cache, config) -> CallInputs:
-    """The arguments of `KDAModel.forward` of the same names.
+def read_inputs(
+    inputs_embeds, attention_mask, position_ids, seq_idx, cu_seqlens, cache, makes_cache, config
+) -> CallInputs:
+    """Args: those of `KDAModel.forward`; cu_seqlens: a list; makes_cache: whether the call would make a cache.
 
     Raises: ValueError for what does not fit together, and for what a recurrent layer cannot honour.
     """
@@ -46,7 +48,12 @@ def read_inputs(inputs_embeds, attention_mask, position_ids, seq_idx, cu_seqlens
     visible = visible_tokens(mask, shape, past)
     real = real_tokens(mask, visible, shape[1])
     positions = read_positions(position_ids, shape, real)
-    document = find_documents(shape, positions, seq_idx, cu_seqlens, real=real, cached=cache is not None)
+    said = shape, positions, seq_idx, cu_seqlens
+    if is_torchdynamo_compiling():
+        ordinary = attention_mask is not None or cache is not None or makes_cache
+        document = assume_documents(*said, real=real, ordinary=ordinary)
+    else:
+        document = find_documents(*said, real=real, cached=cache is not None)
     if document is not None:
         layout = TokenLayout.packed(document, real)
         return CallInputs(None, layout, layout.age if positions is None else positions, layout.age, True)
@@ -129,20 +136,19 @@ def count_positions(mask, visible, shape, past, device):
 
 
 def find_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, cached):
-    """[B, T] document numbers if rows are packed, else None. position_ids: from `read_positions`.
+    """[B, T] document numbers if rows are packed, else None.
 
-    Raises: ValueError if the three contradict each other, or for packed rows and a cache.
+    position_ids: from `read_positions`; cu_seqlens: a list whose entries may be None; real: from `real_tokens`.
+
+    Raises: ValueError if they contradict each other, or for packed rows and a cache.
     """
-    stated = []
-    if cu_seqlens is not None:
-        stated.append(documents_from_cu_seqlens(cu_seqlens, shape))
-    if seq_idx is not None:
-        stated.append(_documents_from_seq_idx(seq_idx, shape))
-    if position_ids is not None and shape[1] > 1 and not is_torchdynamo_compiling():
+    stated = _stated_documents(shape, seq_idx, cu_seqlens)
+    by_position = None
+    if position_ids is not None:
         by_position = documents_from_positions(position_ids, real, only_restarts=cached)
-        _check_agreement(stated, by_position, real)
-        if not stated and by_position.any():
-            stated = [by_position]
+    _check_agreement(stated, by_position, real)
+    if not stated and by_position is not None and by_position.any():
+        stated = [by_position]
     if not stated:
         return None
     if cached:
@@ -152,6 +158,19 @@ def find_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, cached):
     if padding_splits_a_document(stated[0], real):
         raise ValueError("attention_mask has padding inside a packed document; it may only stand between documents")
     return isolate_padding(stated[0], real)
+
+
+def assume_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, ordinary):
+    """`find_documents` for torch.compile, which cannot look at numbers: believes what is stated, and takes positions
+    for those of packed rows, which is right for one document per row, too, unless the call is an `ordinary` one with a
+    mask or a cache.
+    """
+    stated = _stated_documents(shape, seq_idx, cu_seqlens)
+    if not stated and position_ids is not None and not ordinary:
+        stated = [documents_from_positions(position_ids)]
+    if not stated:
+        return None
+    return stated[0] if real is None else isolate_padding(stated[0], real)
 
 
 def _past_length(cache, shape):
@@ -229,22 +248,26 @@ def _check_causal(mask, past):
         )
 
 
-def _documents_from_seq_idx(seq_idx, shape):
-    if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, shape[0]) or seq_idx.shape[1] != shape[1]:
-        raise ValueError(f"seq_idx must be [B, T] = {list(shape)}, got {list(seq_idx.shape)}")
-    return seq_idx.expand(shape)
+def _stated_documents(shape, seq_idx, cu_seqlens):
+    stated = [documents_from_cu_seqlens(bounds, shape) for bounds in cu_seqlens if bounds is not None]
+    if seq_idx is not None:
+        if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, shape[0]) or seq_idx.shape[1] != shape[1]:
+            raise ValueError(f"seq_idx must be [B, T] = {list(shape)}, got {list(seq_idx.shape)}")
+        stated.append(seq_idx.expand(shape))
+    return stated
 
 
 def _check_agreement(stated, by_position, real):
-    """cu_seq_lens_q and seq_idx must have the same boundaries, and positions count up between them."""
+    """cu_seq_lens_* and seq_idx must have the same boundaries, and positions must count up between them."""
     if not stated:
         return
-    starts = first_of_run(stated[0])
-    restarts = first_of_run(by_position) & ~starts
-    if real is not None:
-        restarts = restarts & real
-    if restarts.any() or any((first_of_run(other) != starts).any() for other in stated[1:]):
+    boundaries = [boundaries_between_real_tokens(document, real) for document in stated]
+    contradiction = any((other != boundaries[0]).any() for other in boundaries[1:])
+    if by_position is not None:
+        restarts = boundaries_between_real_tokens(by_position, real)
+        contradiction = contradiction or (restarts & ~boundaries[0]).any()
+    if contradiction:
         raise ValueError(
-            "cu_seq_lens_q, seq_idx and position_ids contradict each other about where documents start; "
-            "pass boundaries that agree, or only one of them"
+            "cu_seq_lens_q, cu_seq_lens_k, seq_idx and position_ids contradict each other about where documents "
+            "start; pass boundaries that agree, or only one of them"
         )

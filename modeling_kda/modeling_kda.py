@@ -113,10 +113,11 @@ class KDAModel(KDAPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if cache is not None:
             cache = adopt_cache(cache, self.config)
-        documents = kwargs.pop("seq_idx", None), kwargs.get("cu_seq_lens_q")
-        inputs = read_inputs(inputs_embeds, attention_mask, position_ids, *documents, cache, self.config)
+        documents = kwargs.pop("seq_idx", None), [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
         # in training the default use_cache=True would only cost memory; who wants a cache there passes one
-        if use_cache and cache is None and not inputs.packed and not self.training:
+        makes_cache = bool(use_cache) and cache is None and not self.training
+        inputs = read_inputs(inputs_embeds, attention_mask, position_ids, *documents, cache, makes_cache, self.config)
+        if makes_cache and not inputs.packed:
             cache = KDACache(self.config)
         masks = self._masks(inputs, inputs_embeds, cache)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from transformers.utils import is_torchdynamo_compiling
 
 
 @dataclass
@@ -98,8 +99,7 @@ def documents_from_cu_seqlens(cu_seqlens, shape):
     if shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q describes one row of packed documents, got a batch of {shape[0]} rows")
     bounds = cu_seqlens.to(torch.int64)
-    valid = bounds.dim() == 1 and bounds.numel() > 1 and bounds[0] == 0 and bounds[-1] == shape[1]
-    if not valid or (bounds.diff() < 0).any():
+    if not is_torchdynamo_compiling() and not _are_bounds(bounds, shape[1]):
         raise ValueError(
             f"cu_seq_lens_q must be one-dimensional, start at 0, never decrease and end at the {shape[1]} tokens of "
             f"the row, got {cu_seqlens.tolist()}"
@@ -108,12 +108,29 @@ def documents_from_cu_seqlens(cu_seqlens, shape):
     return torch.searchsorted(bounds[1:].contiguous(), tokens, right=True).view(shape)
 
 
+def _are_bounds(bounds, length):
+    if bounds.dim() != 1 or bounds.numel() < 2 or (bounds.diff() < 0).any():
+        return False
+    return int(bounds[0]) == 0 and int(bounds[-1]) == length
+
+
+def boundaries_between_real_tokens(document, real=None):
+    """[B, T-1] bool for the neighbours that remain without padding: True where a new document starts.
+
+    document, real: [B, T]. Neighbours are in the order of `TokenLayout.order`, padding's at the end are False.
+    """
+    if real is None:
+        return document[:, 1:] != document[:, :-1]
+    order = TokenLayout.padded(real).order
+    document, real = document.gather(1, order), real.gather(1, order)
+    return (document[:, 1:] != document[:, :-1]) & real[:, 1:]
+
+
 def padding_splits_a_document(document, real):
     """Whether padding stands between two tokens of one document. document, real: [B, T]."""
     order = TokenLayout.padded(real).order
-    document, real = document.gather(1, order), real.gather(1, order)
-    apart = order[:, 1:] != order[:, :-1] + 1
-    return bool((apart & real[:, 1:] & (document[:, 1:] == document[:, :-1])).any())
+    apart = (order[:, 1:] != order[:, :-1] + 1) & real.gather(1, order)[:, 1:]
+    return bool((apart & ~boundaries_between_real_tokens(document, real)).any())
 
 
 def isolate_padding(document, real):
