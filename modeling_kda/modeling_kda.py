@@ -56,7 +56,8 @@ class KDAPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # the cache can take recurrent layers back, so assisted generation is not refused
     _is_stateful = False
-    _keep_in_fp32_modules_strict = ["decay"]
+    # searched for anywhere in a name: "decay" would also catch the projections
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
     _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": SoftmaxMixer}
 
     def _init_weights(self, module):
@@ -112,7 +113,7 @@ class KDAModel(KDAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if cache is not None:
-            cache = adopt_cache(cache, self.config)
+            cache = adopt_cache(cache, self.config, inputs_embeds.shape[0])
         documents = kwargs.pop("seq_idx", None), [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
         # in training the default use_cache=True would only cost memory; who wants a cache there passes one
         makes_cache = bool(use_cache) and cache is None and not self.training
