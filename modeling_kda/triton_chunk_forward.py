@@ -113,6 +113,14 @@ def level_pairs(i_l, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def head_sums(b_g, BT: tl.constexpr):
+    """Sums of one head's log-decays up to each token of the chunk, and after it."""
+    o_i = tl.arange(0, BT)[:, None]
+    o_t = tl.arange(0, BT)[None, :]
+    return tl.sum(tl.where(o_t <= o_i, b_g[None, :], 0.0), 1), tl.sum(tl.where(o_t > o_i, b_g[None, :], 0.0), 1)
+
+
+@triton.jit
 def head_decay_matrix(b_g, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
     """exp(sum of the steps j < t <= i) for one rate per head, [i, j] or [j, i]; 1 where i <= j."""
     o_i = tl.arange(0, BT)[:, None]
@@ -136,10 +144,10 @@ def load_inverse_norm(x, o_row, m_t, D: tl.constexpr, BD: tl.constexpr, BT: tl.c
 
 
 @triton.jit
-def load_beta(beta, o_row, m_t, HAS_BETA: tl.constexpr, RAW: tl.constexpr):
+def load_beta(beta, i_row, o_row, m_t, HAS_BETA: tl.constexpr, RAW: tl.constexpr):
     """Write strengths of the rows; RAW: from their logits. Rows past the end write nothing."""
     if HAS_BETA:
-        b_beta = tl.load(beta + o_row, mask=m_t, other=0.0).to(tl.float32)
+        b_beta = tl.load(beta + i_row + o_row, mask=m_t, other=0.0).to(tl.float32)
         if RAW:
             b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
     else:
@@ -176,7 +184,7 @@ def invert(b_n, b_beta, BT: tl.constexpr, NUM_LEVELS: tl.constexpr, DT: tl.const
 @triton.jit
 def prep_kernel(
     q, k, log_decay, beta, A_log, dt_bias, cu_seqlens, steps,       # inputs
-    q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # per slot
+    q_in, k_in, k_out, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,  # per slot
     scale, lower_bound, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr,
@@ -209,6 +217,8 @@ def prep_kernel(
     if QK_NORM:
         b_rq = load_inverse_norm(q, o_key, m_t, K, BK, BT)
         b_rk = load_inverse_norm(k, o_key, m_t, K, BK, BT)
+        tl.store(norm_q + slot * BT + o_i, b_rq)
+        tl.store(norm_k + slot * BT + o_i, b_rk)
     rate = 1.0
     if GATE:
         rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
@@ -252,15 +262,11 @@ def prep_kernel(
         b_after = tl.zeros([BT], tl.float32)
         if DECAY == 1:
             b_h = tl.load(log_decay + first_row * HV + i_hv + o_gate, mask=m_t, other=0.0).to(tl.float32)
-            bias = 0.0
-            if GATE:
-                bias = tl.load(dt_bias + i_hv).to(tl.float32)
-            b_h = activate_gate(b_h, bias, rate, lower_bound, m_t, GATE)
+            b_h = activate_gate(b_h, 0.0, 1.0, lower_bound, m_t, 0)
             b_d = head_decay_matrix(b_h, BT, False)
             b_p *= b_d
             b_n *= b_d
-            b_upto = tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_h[None, :], 0.0), 1)
-            b_after = tl.sum(tl.where(o_i[:, None] < o_i[None, :], b_h[None, :], 0.0), 1)
+            b_upto, b_after = head_sums(b_h, BT)
             tl.store(total + slot, tl.exp(tl.sum(b_h, 0)))
         tl.store(row_q + slot * BT + o_i, tl.exp(b_upto) * b_rq * scale)
         tl.store(row_k + slot * BT + o_i, tl.exp(b_upto) * b_rk)
@@ -269,7 +275,7 @@ def prep_kernel(
     o_matrix = o_i[:, None] * BT + o_i[None, :]
     tl.store(scores + slot * BT * BT + o_matrix, b_p.to(scores.dtype.element_ty))
     if ERASE:
-        b_beta = load_beta(beta + first_row * HV + i_hv, o_gate, m_t, HAS_BETA, RAW_BETA)
+        b_beta = load_beta(beta, first_row * HV + i_hv, o_gate, m_t, HAS_BETA, RAW_BETA)
         b_n = tl.where(o_i[:, None] > o_i[None, :], b_n, 0.0)
         tl.store(
             erasing + slot * BT * BT + o_matrix, invert(b_n, b_beta, BT, NUM_LEVELS, DT).to(erasing.dtype.element_ty)
@@ -367,7 +373,7 @@ def scan_kernel(
         m_t = i_t * BT + o_i < length
         p_v = ((i_row + o_i[None, :]) * HV + i_hv) * V + o_v[:, None]
         m_vt = m_v[:, None] & m_t[None, :]
-        b_beta = load_beta(beta, (i_row + o_i) * HV + i_hv, m_t, HAS_BETA, RAW_BETA)
+        b_beta = load_beta(beta, i_row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
         b_u = tl.load(v + p_v, mask=m_vt, other=0.0).to(tl.float32)
         b_half = b_s.to(DT)
         if SAVE:

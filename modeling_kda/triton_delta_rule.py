@@ -5,9 +5,11 @@ at the head of triton_chunk_forward.py and triton_chunk_backward.py. B batch, T 
 channels, HV value heads of V channels. Nothing here waits for the device, so calls can be captured in a CUDA graph.
 """
 
+import zlib
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -15,146 +17,345 @@ try:
 except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
+from .triton_chunk_backward import chunk_gradient_kernel, reverse_scan_kernel, score_gradient_kernel
 from .triton_chunk_forward import BF16_OPERAND, prep_kernel, scan_kernel
 
 CHUNK = 64
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+NUM_LEVELS = CHUNK.bit_length() - 1
+MAX_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def triton_chunk_delta_rule(
+    q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None
+):
+    """The chunked delta rule on a GPU, differentiable, with the meaning of `recurrent_delta_rule`.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V] with HV a multiple of H. bf16, fp16 or fp32; v's dtype sets the precision.
+        beta: [B, T, HV] or None for 1. log_decay: [B, T, HV, 1 or K], <= 0, or None for 0. Any float dtype.
+        state: [B, HV, K, V], or None for zeros. With cu_seqlens [N, HV, K, V].
+        erase: whether a token first subtracts what its key already retrieves; keys must then be about unit vectors.
+        scale: multiplier of q, K**-0.5 if not given.
+        cu_seqlens: [N + 1] integers on the device, bounds of N sequences packed in one row (B == 1).
+
+    Returns: outputs [B, T, HV, V] in v's dtype, and the state after the last token in fp32.
+    Raises: ValueError where `unsupported` names a reason.
+    """
+    return _call(q, k, v, beta, log_decay, state, None, None, cu_seqlens, erase, scale, 0, 0.0, False, False)
+
+
+def triton_chunk_delta_rule_from_logits(
+    q, k, v, beta_logits=None, gate_logits=None, A_log=None, dt_bias=None, state=None,
+    *, lower_bound=None, scale=None, cu_seqlens=None,
+):  # fmt: skip
+    """The erasing rules with their activations inside the kernels: q and k to unit length (x / sqrt(sum x^2 + 1e-6)),
+    beta = sigmoid(beta_logits), and per channel log_decay = -exp(A_log) softplus(gate_logits + dt_bias), or
+    lower_bound * sigmoid(exp(A_log) (gate_logits + dt_bias)).
+
+    Args: as in `triton_chunk_delta_rule`; gate_logits: [B, T, HV, K] or None for no decay. A_log: [HV].
+        dt_bias: [HV * K]. lower_bound: None for the softplus form, or a negative number.
+    """
+    gate = 0 if gate_logits is None else 1 if lower_bound is None else 2
+    if gate and gate_logits.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"gate_logits must be [B, T, HV, K] with K = {q.shape[-1]}, got {list(gate_logits.shape)}; "
+            "compute gates of one rate per head outside and pass log_decay"
+        )
+    bound = 0.0 if lower_bound is None else lower_bound
+    raw_beta = beta_logits is not None
+    return _call(
+        q, k, v, beta_logits, gate_logits, state, A_log, dt_bias, cu_seqlens, True, scale, gate, bound, True, raw_beta
+    )
+
+
+def unsupported(q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None):
+    """Why these kernels cannot run this call, or None if they can."""
+    H, K, HV, V = *q.shape[2:], *v.shape[2:]
+    if q.device.type != "cuda" and BF16_OPERAND.value != tl.float32:
+        return f"Triton kernels need tensors on a GPU, got {q.device}"
+    if v.dtype not in DTYPES or q.dtype not in DTYPES or k.dtype not in DTYPES:
+        return f"q, k and v must be bf16, fp16 or fp32, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if max(K, V) > MAX_DIM:
+        return f"K and V can be at most {MAX_DIM}, got K = {K} and V = {V}"
+    if HV % H:
+        return f"the number of value heads must be a multiple of the {H} key heads, got {HV}"
+    if log_decay is not None and log_decay.shape[-1] not in (1, K):
+        return f"log_decay must end in 1 or K = {K}, got {list(log_decay.shape)}"
+    if cu_seqlens is not None and q.shape[0] != 1:
+        return f"with cu_seqlens the sequences are packed in one row, got B = {q.shape[0]}"
+    return None
+
+
+def supports(*args, **kwargs):
+    """Whether `triton_chunk_delta_rule` can run this call; `unsupported` says why not."""
+    return unsupported(*args, **kwargs) is None
+
+
+def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, form, bound, qk_norm, raw_beta):
+    reason = unsupported(q, k, v, beta, gate, state, cu_seqlens=cu_seqlens)
+    if reason:
+        raise ValueError(reason)
+    tensors = [None if x is None else x.contiguous() for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    run = forward_op if save or torch.compiler.is_compiling() else _forward
+    o, final, *_ = run(*tensors, erase, scale, form, float(bound), qk_norm, raw_beta, save)
+    return o, final
 
 
 class Blocks(NamedTuple):
     """Block lengths, warps and stages of the kernels for one size of head; chosen on an H200, never by timing here."""
 
-    BK: int  # key channels that prep and the chunk gradients take at a time
-    prep_warps: int
-    BV: int  # value channels of one scan
-    scan_warps: int
-    scan_stages: int
-    grad_BK: int
-    grad_warps: int
-    reverse_BV: int
-    reverse_warps: int
-    reverse_stages: int
+    prep: tuple  # key channels at a time, warps, stages
+    scan: tuple  # value channels of one program, warps, stages
+    reverse: tuple  # the same for the scan back
+    gradient: tuple  # key channels of one program, value channels at a time, warps, stages
 
 
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
 BLOCKS = {
-    (False, 16): Blocks(16, 4, 64, 4, 2, 16, 4, 64, 4, 2),
-    (False, 32): Blocks(32, 4, 64, 4, 2, 32, 4, 64, 4, 2),
-    (False, 64): Blocks(64, 4, 64, 4, 2, 64, 4, 64, 4, 2),
-    (False, 128): Blocks(128, 4, 64, 4, 2, 64, 4, 64, 4, 2),
-    (False, 256): Blocks(128, 4, 64, 4, 1, 64, 4, 64, 4, 1),
-    (True, 16): Blocks(16, 4, 32, 4, 1, 16, 4, 32, 4, 1),
-    (True, 32): Blocks(32, 4, 32, 4, 1, 32, 4, 32, 4, 1),
-    (True, 64): Blocks(32, 4, 32, 4, 1, 32, 4, 32, 4, 1),
-    (True, 128): Blocks(32, 4, 32, 4, 1, 32, 4, 32, 4, 1),
-    (True, 256): Blocks(32, 4, 16, 4, 1, 32, 4, 16, 4, 1),
+    (False, 16): Blocks((16, 4, 1), (64, 4, 2), (64, 4, 2), (16, 64, 4, 1)),
+    (False, 32): Blocks((32, 4, 1), (64, 4, 2), (64, 4, 2), (32, 64, 4, 1)),
+    (False, 64): Blocks((64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
+    (False, 128): Blocks((64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
+    (False, 256): Blocks((64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 64, 4, 1)),
+    (True, 16): Blocks((16, 4, 1), (32, 4, 1), (32, 4, 1), (16, 32, 4, 1)),
+    (True, 32): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
+    (True, 64): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
+    (True, 128): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
+    (True, 256): Blocks((32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 32, 4, 1)),
 }
 
 
 class Problem:
     """Sizes, switches and launch arguments of one call, shared by its kernels."""
 
-    def __init__(self, q, v, beta, log_decay, cu_seqlens, erase, gate, qk_norm, raw_beta):
+    def __init__(self, q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta):
         self.B, self.T, self.H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
+        self.rows = self.B * self.T
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.NT = triton.cdiv(self.T, CHUNK)
-        # an upper bound with cu_seqlens, known without looking at it
-        self.slots = self.B * self.NT if cu_seqlens is None else self.T // CHUNK + self.N
-        self.KP = max(16, triton.next_power_of_2(self.K))
-        self.decay = 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
+        NT = (self.T + CHUNK - 1) // CHUNK
+        # with cu_seqlens an upper bound, known without looking at it
+        self.slots = self.B * NT if cu_seqlens is None else self.T // CHUNK + self.N
+        self.KP = max(16, 1 << (self.K - 1).bit_length())
+        self.decay = 0 if gate is None else 1 if gate.shape[-1] == 1 else 2
         self.precise = v.dtype == torch.float32
         self.blocks = BLOCKS[self.precise, self.KP]
         self.dtype = torch.float32 if self.precise else torch.bfloat16
-        self.sizes = {"H": self.H, "HV": self.HV, "K": self.K, "KP": self.KP, "BT": CHUNK}
-        self.sizes["NUM_LEVELS"] = CHUNK.bit_length() - 1
-        self.lengths = {"T": self.T, "NT": self.NT, "N": self.N}
-        self.switches = {"DECAY": self.decay, "ERASE": erase, "HAS_BETA": beta is not None, "RAW_BETA": raw_beta}
-        self.switches["IS_VARLEN"] = cu_seqlens is not None
-        self.activations = {"QK_NORM": qk_norm, "GATE": gate, "PRECISE": self.precise}
+        self.erase, self.qk_norm = erase, qk_norm
+        self.lengths = {"T": self.T, "NT": NT, "N": self.N}
+        self.key_sizes = {"H": self.H, "HV": self.HV, "K": self.K, "KP": self.KP, "NUM_LEVELS": NUM_LEVELS}
+        self.varlen = {"IS_VARLEN": cu_seqlens is not None, "BT": CHUNK}
+        self.write = {"ERASE": erase, "HAS_BETA": beta is not None, "RAW_BETA": raw_beta}
+        self.gate = {"DECAY": self.decay}
+        self.activations = {"QK_NORM": qk_norm, "GATE": form, "PRECISE": self.precise}
         # keys are expected to be about unit vectors where they erase, so that fp16 gains precision and cannot overflow
         narrow = erase or self.decay == 2
-        self.prep_dtype = tl.float32 if self.precise else tl.float16 if narrow else BF16_OPERAND.value
-        self.scan_dtype = tl.float32 if self.precise else BF16_OPERAND.value
+        self.wide_dtype = tl.float32 if self.precise else BF16_OPERAND.value
+        self.prep_dtype = tl.float16 if narrow and not self.precise else self.wide_dtype
 
 
-def forward(
-    q,
-    k,
-    v,
-    beta,
-    log_decay,
-    state,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    erase,
-    scale,
-    gate,
-    lower_bound,
-    qk_norm,
-    raw_beta,
-    save,
-):
-    """Launches the forward kernels on contiguous tensors. Returns o, the final state, and what a backward pass needs."""
-    p = Problem(q, v, beta, log_decay, cu_seqlens, erase, gate, qk_norm, raw_beta)
-    keys, rows, total, scores, erasing = workspace(p, q, erase)
-    empty = v.new_empty(0)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gate: Tensor | None, state: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, erase: bool, scale: float,
+    form: int, bound: float, qk_norm: bool, raw_beta: bool, save: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """Launches the forward kernels on contiguous tensors. Returns o, the final state, and what a backward pass needs:
+    decayed keys, row factors, inverse norms, decays of chunks, P, Z, errors, states before the chunks."""
+    p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
+    outputs = _forward_buffers(p, q, v, save)
+    o, final, keys, rows, norms, total, scores, erasing, errors, states = outputs
+    if not p.slots or not p.HV:
+        final.copy_(torch.zeros_like(final) if state is None else state)
+        return outputs
+    BK, warps, stages = p.blocks.prep
+    prep_kernel[(p.slots * p.HV,)](
+        q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), *keys, *rows, *norms, total, scores,
+        erasing, scale, bound, **p.lengths, **p.key_sizes, BK=BK, **p.gate, **p.write, **p.activations, **p.varlen,
+        DT=p.prep_dtype, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    BV, warps, stages = p.blocks.scan
+    scan_kernel[((p.V + BV - 1) // BV, p.N * p.HV, 1)](
+        v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state, None, cu_seqlens,
+        o, errors, states, final, **p.lengths, NUM_SEGMENTS=1, **p.key_sizes, V=p.V, BV=BV, **p.gate, **p.write,
+        HAS_STATE=state is not None, SEGMENT=0, SAVE=save, **p.varlen, DT=p.wide_dtype,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return outputs
+
+
+def _forward_buffers(p, q, v, save):
+    def new(*shape, dtype=torch.float32):
+        return q.new_empty(*shape, dtype=dtype)
+
+    per_channel = p.decay == 2
     o = torch.empty_like(v)
-    final = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
-    errors = torch.empty_like(v, dtype=p.dtype) if save and erase else empty
-    states = q.new_empty(p.slots, p.HV, p.V, p.KP, dtype=p.dtype) if save else empty
-    if p.slots:
-        prep_kernel[(p.slots * p.HV,)](
-            q, k, log_decay, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), *keys, *rows, total, scores, erasing,
-            scale, lower_bound, **p.lengths, **p.sizes, BK=p.blocks.BK, **p.switches, **p.activations,
-            DT=p.prep_dtype, num_warps=p.blocks.prep_warps, num_stages=1,
-        )  # fmt: skip
-    scan(p, (q, k, k) if p.decay < 2 else keys, rows, total, scores, erasing, v, beta, state, cu_seqlens,
-         o, errors, states, final, save)  # fmt: skip
-    return o, final, keys, rows, total, scores, erasing, errors, states
+    final = new(p.N, p.HV, p.K, p.V)
+    keys = new(3, p.slots, p.HV, CHUNK, p.KP, dtype=p.dtype) if per_channel else new(3, 0, dtype=p.dtype)
+    rows = new(3, 0) if per_channel else new(3, p.slots, p.HV, CHUNK)
+    norms = new(2, p.slots, p.HV, CHUNK) if p.qk_norm else new(2, 0)
+    total = new(p.slots, p.HV, p.KP) if per_channel else new(p.slots, p.HV)
+    scores = new(p.slots, p.HV, CHUNK, CHUNK, dtype=p.dtype)
+    erasing = torch.empty_like(scores) if p.erase else new(0, dtype=p.dtype)
+    errors = torch.empty_like(v, dtype=p.dtype) if save and p.erase else new(0, dtype=p.dtype)
+    states = new(p.slots, p.HV, p.V, p.KP, dtype=p.dtype) if save else new(0, dtype=p.dtype)
+    return o, final, keys, rows, norms, total, scores, erasing, errors, states
 
+
+def _scan_keys(p, q, k, keys):
+    """What the scans read: decayed keys, or the inputs, whose decays per head are row factors."""
+    return keys if p.decay == 2 else (q, k, k)
+
+
+def _backward(
+    do: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gate: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, o: Tensor, keys: Tensor, rows: Tensor,
+    norms: Tensor, total: Tensor, scores: Tensor, erasing: Tensor, errors: Tensor, states: Tensor, erase: bool,
+    scale: float, form: int, bound: float, qk_norm: bool, raw_beta: bool, has_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log, dt_bias; empty tensors
+    for inputs that are absent."""
+    p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
+    errors = errors if erase else v
+    dv, d_beta, d_states, d_state, parts = _reverse_scan(
+        p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state
+    )
+    d_scores, d_coupling = torch.empty_like(scores), torch.empty_like(erasing)
+    along = torch.empty_like(norms)
+    if p.slots:
+        score_gradient_kernel[(p.slots * p.HV,)](
+            v, o, do, dv, beta, parts, errors, cu_seqlens, d_scores, d_coupling, d_beta, *along,
+            scale, **p.lengths, num_rows=p.rows, NUM_PARTS=parts.shape[0], HV=p.HV, V=p.V, BV=p.blocks.gradient[1],
+            **p.write, QK_NORM=qk_norm, **p.varlen, DT=p.wide_dtype, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    gradients = _chunk_gradients(
+        p, do, q, k, beta, gate, A_log, dt_bias, cu_seqlens, dv, norms, errors, states, d_states, d_scores,
+        d_coupling, along, scale, bound,
+    )  # fmt: skip
+    dq, dk, d_gate, d_rate, d_bias = gradients
+    return dq, dk, dv, d_beta, d_gate, d_state, d_rate, d_bias
+
+
+def _reverse_scan(
+    p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state
+):
+    BV, warps, stages = p.blocks.reverse
+    blocks = (p.V + BV - 1) // BV
+    dv = torch.empty_like(v)
+    d_beta = q.new_empty(0) if beta is None else torch.empty_like(beta)
+    d_states = q.new_empty(p.slots, p.HV, p.V, p.KP, dtype=p.dtype)
+    d_state = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32) if has_state else q.new_empty(0)
+    parts = q.new_empty(blocks, p.rows, p.HV, dtype=torch.float32)
+    reverse_scan_kernel[(blocks, p.N * p.HV, 1)](
+        do, beta, errors, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, d_final, None, cu_seqlens,
+        dv, parts, d_states, d_state, **p.lengths, NUM_SEGMENTS=1, num_rows=p.rows, **p.key_sizes, V=p.V, BV=BV,
+        **p.gate, **p.write, HAS_FINAL=d_final is not None, HAS_STATE=has_state, SEGMENT=0, **p.varlen,
+        DT=p.wide_dtype, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dv, d_beta, d_states, d_state, parts
+
+
+def _chunk_gradients(
+    p, do, q, k, beta, gate, A_log, dt_bias, cu_seqlens, dv, norms, errors, states, d_states, d_scores, d_coupling,
+    along, scale, bound,
+):  # fmt: skip
+    BK, BV, warps, stages = p.blocks.gradient
+    blocks = p.KP // BK
+    grouped = p.HV != p.H
+    dq, dk = (
+        x.new_empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else x.dtype) for x in (q, k)
+    )
+    d_gate = q.new_empty(0)
+    if p.decay == 1:
+        d_gate = q.new_empty(blocks, *gate.shape, dtype=torch.float32)
+    elif p.decay == 2:
+        d_gate = torch.empty_like(gate)
+    fused = A_log is not None
+    # slots past the end of a packed sequence stay unwritten
+    d_rate = q.new_zeros(p.slots, p.HV, blocks, dtype=torch.float32) if fused else q.new_empty(0)
+    d_bias = q.new_zeros(p.slots, p.HV, p.K, dtype=torch.float32) if fused else q.new_empty(0)
+    if p.slots:
+        chunk_gradient_kernel[(p.slots * p.HV, blocks)](
+            q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), *norms, states,
+            d_states, d_scores, d_coupling, *along, dq, dk, d_gate, d_rate, d_bias, scale, bound, **p.lengths,
+            num_rows=p.rows, **p.key_sizes, V=p.V, BK=BK, BV=BV, **p.gate, **p.write, **p.activations, **p.varlen,
+            DT=p.wide_dtype, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if grouped:
+        dq, dk = (g.view(p.B, p.T, p.H, -1, p.K).sum(3).to(x.dtype) for g, x in ((dq, q), (dk, k)))
+    if p.decay == 1:
+        d_gate = d_gate.sum(0).to(gate.dtype)
+    if fused:
+        d_rate, d_bias = d_rate.sum((0, 2)).to(A_log.dtype), d_bias.sum(0).view_as(dt_bias).to(dt_bias.dtype)
+    return dq, dk, d_gate, d_rate, d_bias
+
+
+# one name for each copy of this file in a process (the installed package, code from a Hub repository)
+NAMESPACE = f"modeling_kda_{zlib.crc32(__name__.encode()):08x}"
+forward_op = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", _forward, mutates_args=())
+backward_op = torch.library.custom_op(f"{NAMESPACE}::chunk_backward", _backward, mutates_args=())
+
+
+@forward_op.register_fake
+def _(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, form, bound, qk_norm, raw_beta, save):
+    p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
+    return _forward_buffers(p, q, v, save)
+
+
+@backward_op.register_fake
+def _(
+    do, d_final, q, k, v, beta, gate, A_log, dt_bias, cu_seqlens, o, keys, rows, norms, total, scores, erasing, errors,
+    states, erase, scale, form, bound, qk_norm, raw_beta, has_state,
+):  # fmt: skip
+    def like(x):
+        return q.new_empty(0) if x is None else torch.empty_like(x)
+
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (N, v.shape[2], q.shape[3], v.shape[3]) if has_state else (0,)
+    d_state = q.new_empty(shape, dtype=torch.float32 if has_state else q.dtype)
+    return *(like(x) for x in (q, k, v, beta, gate)), d_state, like(A_log), like(dt_bias)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, *options = inputs
+    o, _, *saved = output
+    ctx.save_for_backward(q, k, v, beta, gate, A_log, dt_bias, cu_seqlens, o, *saved)
+    ctx.options, ctx.state = options[:-1], state is not None
+    ctx.present = [x is not None for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, do, d_final, *_):
+    q, k, v, *rest = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    gradients = backward_op(do, d_final, q, k, v, *rest, *ctx.options, ctx.state)
+    gradients = [g if present else None for g, present in zip(gradients, ctx.present, strict=False)]
+    return *gradients, *[None] * 8
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
 
 STEP_MASKS = {}
 
 
 def step_masks(device):
-    """0/1 matrices [8, C, C] that sum log-decays: for each level l the steps between row i and the middle of its
-    2^(l+1) rows, then the steps up to i, then those after i."""
+    """0/1 matrices [9, C, C] that sum log-decays: for each level l the steps between row i and the middle of its
+    2^(l+1) rows, then the steps up to i, those after i, and those from i on."""
     if device in STEP_MASKS:
         return STEP_MASKS[device]
     i = torch.arange(CHUNK, device=device)[:, None]
     t = i.T
     masks = []
-    for level in range(CHUNK.bit_length() - 1):
+    for level in range(NUM_LEVELS):
         middle = ((i >> level) | 1) << level
         masks.append(torch.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle)))
-    masks = torch.stack([*masks, t <= i, t > i]).to(torch.float16)
+    masks = torch.stack([*masks, t <= i, t > i, t >= i]).to(torch.float16)
     # memory of a graph under capture holds nothing until the graph runs
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         STEP_MASKS[device] = masks
     return masks
-
-
-def workspace(p, like, erase):
-    """The tensors that prep fills: decayed keys, row factors, decay of whole chunks, P and Z."""
-
-    def new(*shape, dtype=torch.float32):
-        return like.new_empty(*shape, dtype=dtype)
-
-    per_channel = p.decay == 2
-    keys = new(3, p.slots, p.HV, CHUNK, p.KP, dtype=p.dtype) if per_channel else new(3, 0)
-    rows = new(3, 0) if per_channel else new(3, p.slots, p.HV, CHUNK)
-    total = new(p.slots, p.HV, p.KP) if per_channel else new(p.slots, p.HV)
-    scores = new(p.slots, p.HV, CHUNK, CHUNK, dtype=p.dtype)
-    return keys, rows, total, scores, torch.empty_like(scores) if erase else new(0, dtype=p.dtype)
-
-
-def scan(p, keys, rows, total, scores, erasing, v, beta, state, cu_seqlens, o, errors, states, final, save):
-    BV = p.blocks.BV
-    scan_kernel[(triton.cdiv(p.V, BV), p.N * p.HV, 1)](
-        v, beta, *keys, *rows, total, scores, erasing, state, None, cu_seqlens, o, errors, states, final,
-        **p.lengths, NUM_SEGMENTS=1, **p.sizes, V=p.V, BV=BV, **p.switches,
-        HAS_STATE=state is not None, SEGMENT=0, SAVE=save, DT=p.scan_dtype,
-        num_warps=p.blocks.scan_warps, num_stages=p.blocks.scan_stages,
-    )  # fmt: skip
