@@ -91,11 +91,14 @@ def chunk_delta_rule(
 
 
 def _loop_over_sequences(tokens, x, erase):
-    sequences = zip(*(y.split(x.lengths, 1) for y in tokens), x.state.split(1), strict=True)
-    results = [_loop_over_tokens(*sequence, x.scale, erase) for sequence in sequences]
-    nothing = (tokens[2][:, :0].to(x.state.dtype), x.state[:0])
-    o, state = zip(nothing, *results, strict=True)
-    return torch.cat(o, 1), torch.cat(state)
+    o, states, start = [tokens[2][:, :0].to(x.state.dtype)], [x.state[:0]], 0
+    for n, length in enumerate(x.lengths):
+        sequence = (y[:, start : start + length] for y in tokens)
+        o_n, state_n = _loop_over_tokens(*sequence, x.state[n : n + 1], x.scale, erase)
+        o.append(o_n)
+        states.append(state_n)
+        start += length
+    return torch.cat(o, 1), torch.cat(states)
 
 
 def _loop_over_tokens(q, k, v, beta, log_decay, state, scale, erase):
@@ -168,13 +171,15 @@ def _chunk_forward(q, k, v, beta, log_decay, state, plan):
         inverse = _inverse(scores[:, :, 1]) if plan.erase else None
         scores, values, k_out = scores[:, :, 0], x.v * x.beta, x.k * out
         readers_into = (x.readers * into[:, :, None]).flatten(1, 2)
-        for step, i in slab.steps:
-            S_step = S[: step.stop - step.start]
+        if plan.keep:
+            all_scores[slab.rows] = scores
+            if plan.erase:
+                inverses[slab.rows] = inverse
+        for step, columns, i in slab.steps:
+            S_step = S[columns]
             if plan.keep:
-                states[step], all_scores[step] = S_step, scores[i]
-                if plan.erase:
-                    inverses[step] = inverse[i]
-            reads = torch.bmm(readers_into[i], S_step).unflatten(1, (C, -1))
+                states[step] = S_step
+            reads = torch.bmm(readers_into[i], S_step).view(-1, C, x.readers.shape[2], V)
             writes = torch.bmm(inverse[i], values[i] - reads[:, :, 1]) if plan.erase else values[i]
             torch.baddbmm(reads[:, :, 0], scores[i], writes, out=o[step])
             S_step.mul_(into[i, -1, :, None]).baddbmm_(k_out[i].transpose(1, 2), writes)
@@ -184,7 +189,7 @@ def _chunk_forward(q, k, v, beta, log_decay, state, plan):
 def _inverse(overlap):
     """(I + strictly lower part of overlap)^-1 by substitution: a power series explodes on correlated keys."""
     eye = torch.eye(overlap.shape[-1], dtype=overlap.dtype, device=overlap.device)
-    return torch.linalg.solve_triangular(overlap, eye.expand_as(overlap), upper=False, unitriangular=True)
+    return _flush(torch.linalg.solve_triangular(overlap, eye.expand_as(overlap), upper=False, unitriangular=True))
 
 
 def _chunk_backward(q, k, v, beta, log_decay, states, scores, inverses, do, dstate, plan):
@@ -232,8 +237,8 @@ def _scan_backward(x, into, out, saved, do, dS, steps):
     dreaders, dk, dscores = torch.empty_like(readers_into), torch.empty_like(k_out), do.new_empty(M, C, R, C)
     dvalues, dlog_decay = torch.empty_like(values), torch.empty_like(into)
     dreads = do[:, :, None].repeat(1, 1, R, 1)
-    for step, i in reversed(steps):
-        S, dS_step, r_into = states[step], dS[: step.stop - step.start], readers_into[i]
+    for step, columns, i in reversed(steps):
+        S, dS_step, r_into = states[step], dS[columns], readers_into[i]
         dwrites = torch.bmm(k_out[i], dS_step).baddbmm_(scores[step].transpose(1, 2), do[i])
         writes = values[i]
         if R == 2:
@@ -265,12 +270,13 @@ def _pairwise(readers, k, into, out):
     scores = readers.new_zeros(M, C, R, C)
     scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((readers[:, :, 0] * k).sum(-1))
     for size in _sizes(C):
-        rows = _right(readers, size) * _right(into, size)[:, :, :, None]
-        columns = _left(k, size) * _left(out, size)
+        (into_left, into_right), (out_left, _) = _halves(into, size), _halves(out, size)
+        rows = _halves(readers, size)[1] * into_right[:, :, :, None]
+        columns = _halves(k, size)[0] * out_left
         block = torch.bmm(rows.view(-1, size * R, K), columns.view(-1, size, K).transpose(1, 2))
         _blocks(scores, size).copy_(block.view(M, -1, size, R, size))
-        _join_(into, out, size)
-    return scores
+        _join_(into_left, into_right, out_left)
+    return _flush(scores)
 
 
 def _pairwise_backward(x, d):
@@ -281,17 +287,17 @@ def _pairwise_backward(x, d):
     d.readers[:, :, 0].addcmul_(on_diagonal, x.k)
     d.k.addcmul_(on_diagonal, x.readers[:, :, 0])
     for size in _sizes(C):
-        readers, k = _right(x.readers, size), _left(x.k, size)
-        into_right, out_left = _right(into, size)[:, :, :, None], _left(out, size)
-        rows, columns = (readers * into_right).view(-1, size * R, K), (k * out_left).view(-1, size, K)
+        (into_left, into_right), (out_left, _) = _halves(into, size), _halves(out, size)
+        readers, k, r_into = _halves(x.readers, size)[1], _halves(x.k, size)[0], into_right[:, :, :, None]
+        rows, columns = (readers * r_into).view(-1, size * R, K), (k * out_left).view(-1, size, K)
         dblock = _blocks(d.scores, size).reshape(-1, size * R, size)
-        drows = torch.bmm(dblock, columns).view(readers.shape).mul_(into_right)
+        drows = torch.bmm(dblock, columns).view(readers.shape).mul_(r_into)
         dcolumns = torch.bmm(dblock.transpose(1, 2), rows).view(k.shape).mul_(out_left)
-        _right(d.readers, size).add_(drows)
-        _left(d.k, size).add_(dcolumns)
-        dlog_decay = _right(d.log_decay, size), _left(d.log_decay, size)
-        _add_sums_(*dlog_decay, drows.mul_(readers).sum(3), dcolumns.mul_(k))
-        _join_(into, out, size)
+        _halves(d.readers, size)[1].add_(drows)
+        _halves(d.k, size)[0].add_(dcolumns)
+        dlog_decay_left, dlog_decay_right = _halves(d.log_decay, size)
+        _add_sums_(dlog_decay_right, dlog_decay_left, drows.mul_(readers).sum(3), dcolumns.mul_(k))
+        _join_(into_left, into_right, out_left)
 
 
 def _pairwise_backward_one_rate(x, d):
@@ -321,7 +327,8 @@ def _add_sums_(dlog_decay_right, dlog_decay_left, from_rows, to_columns):
 def _chunk_decays(decay):
     into, out = decay.clone(), torch.ones_like(decay)
     for size in _sizes(decay.shape[1]):
-        _join_(into, out, size)
+        (into_left, into_right), (out_left, _) = _halves(into, size), _halves(out, size)
+        _join_(into_left, into_right, out_left)
     return into, out
 
 
@@ -329,13 +336,9 @@ def _sizes(C):
     return [1 << i for i in range(C.bit_length() - 1)]
 
 
-def _left(x, size):
-    """[M, C, ...] -> [M, number of pairs of blocks, size, ...], a view."""
-    return x.unflatten(1, (-1, 2, size))[:, :, 0]
-
-
-def _right(x, size):
-    return x.unflatten(1, (-1, 2, size))[:, :, 1]
+def _halves(x, size):
+    """[M, C, ...] -> left and right blocks [M, number of pairs, size, ...], views."""
+    return x.view(x.shape[0], -1, 2, size, *x.shape[2:]).unbind(2)
 
 
 def _blocks(scores, size):
@@ -345,13 +348,21 @@ def _blocks(scores, size):
     return pairs.diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
-def _join_(into, out, size):
-    """From factors within blocks of `size` tokens to factors within blocks of twice as many."""
-    total_left, total_right = _left(into, size)[:, :, -1:], _right(into, size)[:, :, -1:].clone()
-    # two factors above the square root of the smallest normal number do not multiply to a denormal, which is slow
-    tiny = torch.finfo(into.dtype).tiny ** 0.5
-    torch.threshold_(_right(into, size).mul_(total_left), tiny, 0.0)
-    torch.threshold_(_left(out, size).mul_(total_right), tiny, 0.0)
+def _join_(into_left, into_right, out_left):
+    """Two blocks become one: `into` of the right one and `out` of the left one now span both."""
+    smallest = _smallest_decay(into_left.dtype)
+    torch.threshold_(out_left.mul_(into_right[:, :, -1:]), smallest, 0.0)
+    torch.threshold_(into_right.mul_(into_left[:, :, -1:]), smallest, 0.0)
+
+
+def _smallest_decay(dtype):
+    """Two factors above it do not multiply to a denormal number. Those cost a CPU a hundred times more."""
+    return torch.finfo(dtype).tiny ** 0.5
+
+
+def _flush(x):
+    """Zero for what is so small that its product with an ordinary number may be denormal."""
+    return torch.nn.functional.hardshrink(x, torch.finfo(x.dtype).tiny * 2.0**26)
 
 
 class _Tokens(NamedTuple):
@@ -371,8 +382,8 @@ def _load(tokens, slab, plan, dtype):
     torch.mul(q, plan.scale, out=readers[:, :, 0])
     if plan.erase:
         torch.mul(k, beta, out=readers[:, :, 1])
-    tiny = torch.finfo(dtype).tiny ** 0.5
-    decay = torch.threshold_(log_decay, math.log(tiny), -torch.inf).exp_()
+    smallest = _smallest_decay(dtype)
+    decay = torch.threshold_(log_decay.clamp_min_(math.log(smallest)).exp_(), 2 * smallest, 0.0)
     return _Tokens(readers, k, v, beta, decay)
 
 
@@ -400,7 +411,7 @@ class _Layout:
         origin = torch.empty(int(lengths.sum()) * HV, dtype=torch.long)
         origin[row[is_token]] = torch.arange(row.numel()).view_as(row)[is_token]
 
-        self.C, self.num_rows = C, len(first) * HV
+        self.C, self.HV, self.num_rows = C, HV, len(first) * HV
         self.order, self.origin = order.to(device), origin.to(device)
         self.value_rows, self.key_rows = row.view(-1, C).to(device), key_row.view(-1, C).to(device)
         self.padding = (~is_token).reshape(-1, C, 1).to(device) if padding.any() else None
@@ -408,15 +419,22 @@ class _Layout:
         self.steps = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def slabs(self, S):
-        """Consecutive steps, as many as fit into a slab."""
+        """The rows in rounds that fit into a slab: parts of a step, or several steps."""
         num_bytes = SLAB_BYTES if S.device.type == "cpu" else SLAB_BYTES_OF_ACCELERATORS
-        max_rows = num_bytes // (self.C * S.shape[1] * S.element_size())
+        width = max(1, num_bytes // (self.C * S.shape[1] * S.element_size()))
         slabs = []
-        for step in self.steps:
-            if not slabs or step.stop - slabs[-1][0].start > max_rows:
-                slabs.append([])
-            slabs[-1].append(step)
-        return [_Slab(self, steps) for steps in slabs]
+        for first in range(0, len(S), width):
+            steps = []
+            for step in self.steps:
+                start, stop = step.start + first, min(step.stop, step.start + first + width)
+                if start >= stop:
+                    break
+                if not steps or start != steps[-1][0].stop or stop - steps[0][0].start > width:
+                    steps = []
+                    slabs.append(_Slab(self, steps))
+                i = start - (steps[0][0].start if steps else start)
+                steps.append((slice(start, stop), slice(first, first + stop - start), slice(i, i + stop - start)))
+        return slabs
 
     def sort(self, state):
         return state.index_select(0, self.order).flatten(0, 1)
@@ -428,13 +446,18 @@ class _Layout:
         """[num_rows, C, .] -> shape and dtype of `like`, a sum over the value heads if `like` has fewer heads."""
         x = rows.flatten(0, 1).index_select(0, self.origin)
         B, T, heads = like.shape[:3]
-        return x.view(B * T, heads, -1, rows.shape[-1]).sum(2).view(like.shape).to(like.dtype)
+        if heads < self.HV:
+            x = x.view(B * T, heads, self.HV // heads, -1).sum(2)
+        return x.view(like.shape).to(like.dtype)
 
 
-class _Slab:
-    def __init__(self, layout, steps):
-        self.layout, self.rows = layout, slice(steps[0].start, steps[-1].stop)
-        self.steps = [(step, slice(step.start - self.rows.start, step.stop - self.rows.start)) for step in steps]
+class _Slab(NamedTuple):
+    layout: _Layout
+    steps: list[tuple[slice, slice, slice]]  # for every step: rows of the layout, rows of S, rows of the slab
+
+    @property
+    def rows(self):
+        return slice(self.steps[0][0].start, self.steps[-1][0].stop)
 
     def gather(self, x, dtype, of_keys=False):
         """[tokens * heads, .] -> [M, C, .], zero where there is no token."""
