@@ -297,6 +297,10 @@ class CountingRecurrentLayer(RecurrentLayer, CacheLayerMixin):
 
     def write(self, window, state, written):
         super().write(window, state, written)
+        if self.in_static_cache and self.cumulative_length.device != state.device:
+            # a CUDA graph takes nothing from the CPU; elsewhere the CPU must not wait to read the number
+            self.cumulative_length = self.cumulative_length.to(state.device)
+            torch._dynamo.mark_static_address(self.cumulative_length)
         self._count(len(written))
 
     def crop(self, tokens_to_remove):
@@ -308,7 +312,7 @@ class CountingRecurrentLayer(RecurrentLayer, CacheLayerMixin):
         self._count(-int(self.cumulative_length))
 
     def _count(self, tokens):
-        if self.cumulative_length.is_inference() and not torch.is_inference_mode_enabled():
+        if _is_frozen(self.cumulative_length):
             self.cumulative_length = self.cumulative_length.clone()
         self.cumulative_length.add_(tokens)
 
@@ -348,7 +352,7 @@ def _keep(held, new):
         and held.device == new.device
         # autograd may have kept what is held
         and not torch.is_grad_enabled()
-        and held.is_inference() == torch.is_inference_mode_enabled()
+        and not _is_frozen(held)
     )
     if in_place:
         return held.copy_(new)
@@ -356,3 +360,8 @@ def _keep(held, new):
         new = new.clone()
         torch._dynamo.mark_static_address(new)
     return new
+
+
+def _is_frozen(tensor):
+    """Whether it was made in inference mode and cannot change outside of it. In compiled calls torch itself raises."""
+    return not is_torchdynamo_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()

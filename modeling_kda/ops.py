@@ -1,8 +1,15 @@
 """One function per operation, and the only place that knows which implementation runs it."""
 
+import re
+
 import torch
+from transformers.utils import is_torchdynamo_compiling
 
 from .delta_rule import chunk_delta_rule, recurrent_delta_rule
+
+# torch knows operators by name. The installed package and code loaded with a checkpoint can be in one process and need
+# not agree, so each copy of this file has names of its own.
+NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
 def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=None):
@@ -16,11 +23,81 @@ def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=N
 
     Returns: outputs [B, T, HV, V] in v's dtype, and the final state [B, HV, K, V] in fp32 (fp64 for fp64 inputs).
     """
-    # one token: the step form reads and writes the state once; the chunk form would pad to a whole chunk
-    path = recurrent_delta_rule if q.shape[1] == 1 else chunk_delta_rule
-    return path(q, k, v, beta, log_decay, state, erase=erase, scale=scale)
+    if q.shape[1] == 1:
+        # the step form reads and writes the state once; the chunk form would pad to a whole chunk
+        return recurrent_delta_rule(q, k, v, beta, log_decay, state, erase=erase, scale=scale)
+    if is_torchdynamo_compiling():
+        return chunk_delta_rule_op(q, k, v, beta, log_decay, state, erase, scale)
+    return chunk_delta_rule(q, k, v, beta, log_decay, state, erase=erase, scale=scale)
 
 
 def advance_state(k, v, beta, log_decay, state, *, erase):
     """Only the state after the given tokens (arguments as in `delta_rule`)."""
     return delta_rule(torch.zeros_like(k), k, v, beta, log_decay, state, erase=erase)[1]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunk_delta_rule", mutates_args=())
+def chunk_delta_rule_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    state: torch.Tensor | None,
+    erase: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chunk_delta_rule` for torch.compile and torch.export, which must not look inside: what happens there depends on
+    T, so a traced copy would hold for one length. The backward pass keeps the inputs and runs the forward pass again.
+    """
+    o, state = chunk_delta_rule(q, k, v, beta, log_decay, state, erase=erase, scale=scale)
+    return o.contiguous(), state.contiguous()
+
+
+@chunk_delta_rule_op.register_fake
+def _(q, k, v, beta, log_decay, state, erase, scale):
+    dtype = torch.float32
+    for x in (q, k, v, beta, log_decay, state):
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    return v.new_empty(v.shape), v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunk_delta_rule_backward", mutates_args=())
+def chunk_delta_rule_backward_op(
+    do: torch.Tensor,
+    dstate: torch.Tensor,
+    tensors: list[torch.Tensor],
+    given: list[bool],
+    erase: bool,
+    scale: float | None,
+) -> list[torch.Tensor]:
+    """The gradients of those of q, k, v, beta, log_decay and state that were given: `tensors`, in this order."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        results = chunk_delta_rule(*_spread(tensors, given), erase=erase, scale=scale)
+    return [x.contiguous() for x in torch.autograd.grad(results, tensors, (do, dstate))]
+
+
+@chunk_delta_rule_backward_op.register_fake
+def _(do, dstate, tensors, given, erase, scale):
+    return [x.new_empty(x.shape) for x in tensors]
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.erase, ctx.scale = inputs
+    ctx.given = [x is not None for x in tensors]
+    ctx.save_for_backward(*(x for x in tensors if x is not None))
+
+
+def _backward(ctx, do, dstate):
+    grads = chunk_delta_rule_backward_op(do, dstate, list(ctx.saved_tensors), ctx.given, ctx.erase, ctx.scale)
+    return *_spread(grads, ctx.given), None, None
+
+
+chunk_delta_rule_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _spread(tensors, given):
+    """The tensors at the places where `given` is true, None elsewhere."""
+    tensors = iter(tensors)
+    return [next(tensors) if here else None for here in given]
