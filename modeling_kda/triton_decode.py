@@ -17,6 +17,7 @@ B batch, T time, H heads, HV value heads (a multiple of H), K key channels, V va
 Gate and recurrence: Kimi Linear, arXiv 2510.26692.
 """
 
+import contextlib
 import os
 
 import torch
@@ -29,6 +30,7 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_TOKENS = 16
 MAX_CHANNELS = 256
 MAX_TAPS = 4
@@ -74,39 +76,16 @@ def triton_recurrent_delta_rule(
         return o.zero_(), final if inplace else (final.zero_() if state is None else final.copy_(state))
     BK, BV, num_warps = _recurrent_config(B * HV, K, V)
     NV = triton.cdiv(V, BV)
-    with torch.cuda.device_of(q):
+    with _on_device(q):
         recurrent_delta_rule_kernel[(B * HV * NV,)](
-            q,
-            k,
-            v,
-            beta,
-            log_decay,
-            state,
-            final,
-            o,
-            K**-0.5 if scale is None else scale,
-            T,
-            H,
-            HV,
-            NV,
-            *_strides(q, 3),
-            *_strides(k, 3),
-            *_strides(v, 3),
-            *_strides(beta, 3),
-            *_strides(log_decay, 3),
-            *_strides(state, 2),
-            *_strides(final, 2),
-            K=K,
-            V=V,
-            BK=BK,
-            BV=BV,
-            DECAY=decay,
-            ERASE=erase,
-            HAS_BETA=beta is not None,
-            HAS_STATE=state is not None,
-            ONE_TOKEN=T == 1,
+            q, k, v, beta, log_decay, state, final, o,
+            K**-0.5 if scale is None else scale, T, H, HV, NV,
+            *_strides(q, 3), *_strides(k, 3), *_strides(v, 3),
+            *_strides(beta, 3), *_strides(log_decay, 3), *_strides(state, 2), *_strides(final, 2),
+            K=K, V=V, BK=BK, BV=BV,
+            DECAY=decay, ERASE=erase, HAS_BETA=beta is not None, HAS_STATE=state is not None, ONE_TOKEN=T == 1,
             num_warps=num_warps,
-        )
+        )  # fmt: skip
     return o, final
 
 
@@ -142,48 +121,13 @@ def unsupported_reason(q, k, v, beta=None, log_decay=None, state=None, *, inplac
 
 @triton.jit(do_not_specialize=["T"])
 def recurrent_delta_rule_kernel(
-    q,
-    k,
-    v,
-    beta,
-    log_decay,
-    state,
-    final,
-    o,
-    scale,
-    T,
-    H,
-    HV,
-    NV,
-    s_qb,
-    s_qt,
-    s_qh,
-    s_kb,
-    s_kt,
-    s_kh,
-    s_vb,
-    s_vt,
-    s_vh,
-    s_bb,
-    s_bt,
-    s_bh,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_sb,
-    s_sh,
-    s_fb,
-    s_fh,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-):
+    q, k, v, beta, log_decay, state, final, o,                      # tensors
+    scale, T, H, HV, NV,                                            # numbers
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,           # strides over batch, time, heads
+    s_bb, s_bt, s_bh, s_gb, s_gt, s_gh, s_sb, s_sh, s_fb, s_fh,     # of beta, log_decay, state, final
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
     """One program: BV value channels of one value head of one sequence, all T tokens."""
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_n = i_p % NV, i_p // NV
@@ -240,9 +184,9 @@ def _recurrent_config(heads, K, V):
     """(BK, BV, num_warps) for `heads` value heads in the batch. Measured on an H200; nothing is timed at run time."""
     BK = triton.next_power_of_2(K)
     # few heads: split their value channels until every multiprocessor has work
-    BV = 16 if heads < 64 else 32
-    BV = min(BV, triton.next_power_of_2(V))
-    return BK, BV, max(1, min(8, BK * BV // 1024))
+    BV = min(16 if heads < 64 else 64, triton.next_power_of_2(V))
+    # 64 elements of the state per thread; never more threads than keys, or each would load its keys one by one
+    return BK, BV, max(1, BK * BV // 2048)
 
 
 def triton_decode_step(
@@ -304,52 +248,21 @@ def triton_decode_step(
     decay = 0 if decay_logits is None else (2 if decay_logits.shape[-1] == K and K > 1 else 1)
     q, k, v, gate_logits = (None if x is None else _unit_stride(x) for x in (q, k, v, gate_logits))
     decay_logits = _unit_stride(decay_logits) if decay == 2 else decay_logits
-    BK, BV, num_warps = _step_config(B * H, K, V)
-    with torch.cuda.device_of(q):
+    A_log, dt_bias, norm_weight = (None if x is None else x.contiguous() for x in (A_log, dt_bias, norm_weight))
+    BK, BV, num_warps = _step_config(K, V)
+    with _on_device(q):
         decode_step_kernel[(B * H,)](
-            q,
-            k,
-            v,
-            window,
-            q_weight,
-            k_weight,
-            v_weight,
-            beta_logits,
-            decay_logits,
-            None if A_log is None else A_log.contiguous(),
-            None if dt_bias is None else dt_bias.contiguous(),
-            None if norm_weight is None else norm_weight.contiguous(),
-            gate_logits,
-            state,
-            y,
-            K**-0.5 if scale is None else scale,
-            0.0 if lower_bound is None else lower_bound,
-            eps,
-            H,
-            *_step_strides(q),
-            *_step_strides(k),
-            *_step_strides(v),
-            *_strides(window, 2),
-            *_step_strides(beta_logits),
-            *_step_strides(decay_logits),
-            _strides(gate_logits, 1)[0],
-            *_strides(state, 2),
-            GROUP=HV // H,
-            K=K,
-            V=V,
-            BK=BK,
-            BV=BV,
-            TAPS=taps,
-            ACTIVATION=ACTIVATIONS[activation] if taps > 1 else 0,
-            UNIT_KEYS=unit_keys,
-            DECAY=decay,
-            BOUNDED=lower_bound is not None,
-            WRITE=WRITES[write],
-            ERASE=erase,
-            HAS_NORM=norm_weight is not None,
-            HAS_GATE=gate_logits is not None,
+            q, k, v, window, q_weight, k_weight, v_weight, beta_logits, decay_logits, A_log, dt_bias,
+            norm_weight, gate_logits, state, y,
+            K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, eps, H,
+            *_step_strides(q), *_step_strides(k), *_step_strides(v), *_strides(window, 2),
+            *_step_strides(beta_logits), *_step_strides(decay_logits), *_strides(gate_logits, 1), *_strides(state, 2),
+            GROUP=HV // H, K=K, V=V, BK=BK, BV=BV,
+            TAPS=taps, ACTIVATION=ACTIVATIONS[activation] if taps > 1 else 0, UNIT_KEYS=unit_keys,
+            DECAY=decay, BOUNDED=lower_bound is not None, WRITE=WRITES[write], ERASE=erase,
+            HAS_NORM=norm_weight is not None, HAS_GATE=gate_logits is not None,
             num_warps=num_warps,
-        )
+        )  # fmt: skip
     return y
 
 
@@ -425,55 +338,16 @@ def unsupported_step_reason(
 
 @triton.jit
 def decode_step_kernel(
-    q,
-    k,
-    v,
-    window,
-    q_weight,
-    k_weight,
-    v_weight,
-    beta_logits,
-    decay_logits,
-    A_log,
-    dt_bias,
-    norm_weight,
-    gate_logits,
-    state,
-    y,
-    scale,
-    lower_bound,
-    eps,
-    H,
-    s_qb,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
-    s_wb,
-    s_wt,
-    s_bb,
-    s_bh,
-    s_gb,
-    s_gh,
-    s_zb,
-    s_sb,
-    s_sh,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TAPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    UNIT_KEYS: tl.constexpr,
-    DECAY: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    WRITE: tl.constexpr,
-    ERASE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-):
+    q, k, v, window, q_weight, k_weight, v_weight, beta_logits, decay_logits, A_log, dt_bias,  # inputs
+    norm_weight, gate_logits, state, y,
+    scale, lower_bound, eps, H,                                                                # numbers
+    s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_wb, s_wt,                                            # strides
+    s_bb, s_bh, s_gb, s_gh, s_zb, s_sb, s_sh,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TAPS: tl.constexpr, ACTIVATION: tl.constexpr, UNIT_KEYS: tl.constexpr,
+    DECAY: tl.constexpr, BOUNDED: tl.constexpr, WRITE: tl.constexpr, ERASE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
     """One program: one q/k head of one sequence and its GROUP value heads.
 
     Value heads that share a key share its convolution window, which is replaced in place: only one program may own it.
@@ -622,16 +496,23 @@ def softplus(x):
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
-def _step_config(programs, K, V):
+def _step_config(K, V):
     """(BK, BV, num_warps) of the layer step. Measured on an H200; nothing is timed at run time."""
     BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
     return BK, BV, max(1, BK // 32)
 
 
+def _on_device(x):
+    """Launches go to the current device: make it that of x. torch.compile sees to that itself."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
 def _unfit_tensors(tensors):
     """None, or why these named tensors cannot go into one kernel."""
     device = next(iter(tensors.values())).device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda" and not INTERPRETED:
         return f"the Triton kernels need tensors on a CUDA device, got {device}"
     for name, x in tensors.items():
         if x.device != device:

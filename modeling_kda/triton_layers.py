@@ -10,6 +10,7 @@ Everything is computed in fp32 and rounded once. Sums over tokens are added in a
 deterministic. B batch, T time, C channels, W taps, V value channels.
 """
 
+import contextlib
 import os
 
 import torch
@@ -22,13 +23,14 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_TAPS = 4
 MAX_NORM_SIZE = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2}
-# measured on an H200: tokens and channels of a tile, its warps, and how many tiles a program of the backward adds up
-FORWARD_TILE = {"BT": 32, "BC": 128, "num_warps": 8}
-BACKWARD_TILE = {"BT": 16, "BC": 128, "num_warps": 8, "TILES": 16}
+# measured on an H200: channels and tokens of one program
+FORWARD_RUN = {"BC": 128, "RUN": 32, "num_warps": 1}
+BACKWARD_RUN = {"BC": 128, "RUN": 64, "num_warps": 1}
 # elements of one tile of rows of the norm, and the most programs of its backward, each with a share of dweight
 NORM_TILE, NORM_WARPS, NORM_PROGRAMS = 2048, 4, 1024
 
@@ -92,25 +94,13 @@ class ShortConvolutionFunction(torch.autograd.Function):
         y = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
         if y.numel() == 0:
             return y
-        with torch.cuda.device_of(x):
-            blocks = triton.cdiv(T, FORWARD_TILE["BT"]), triton.cdiv(C, FORWARD_TILE["BC"])
+        with _on_device(x):
+            blocks = triton.cdiv(T, FORWARD_RUN["RUN"]), triton.cdiv(C, FORWARD_RUN["BC"])
             short_convolution_kernel[(*blocks, B)](
-                x,
-                weight,
-                window,
-                age,
-                y,
-                T,
-                C,
-                *_strides(x, 2),
-                *_strides(window, 2),
-                *_strides(age, 1),
-                TAPS=weight.shape[-1],
-                ACTIVATION=activation,
-                HAS_WINDOW=window is not None,
-                HAS_AGE=age is not None,
-                **FORWARD_TILE,
-            )
+                x, weight, window, age, y, T, C, *_strides(x, 2), *_strides(window, 2), *_strides(age, 1),
+                TAPS=weight.shape[-1], ACTIVATION=activation, HAS_WINDOW=window is not None, HAS_AGE=age is not None,
+                **FORWARD_RUN,
+            )  # fmt: skip
         return y
 
     @staticmethod
@@ -120,203 +110,213 @@ class ShortConvolutionFunction(torch.autograd.Function):
         B, T, C = x.shape
         taps, dy = weight.shape[-1], _unit_stride(dy)
         dx = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
-        dwindow = None if window is None else torch.empty(B, taps - 1, C, dtype=window.dtype, device=x.device)
-        # with a window there are W-1 more inputs
-        rows = T + (0 if window is None else taps - 1)
-        blocks = triton.cdiv(rows, BACKWARD_TILE["BT"] * BACKWARD_TILE["TILES"])
+        dwindow = None if window is None else torch.zeros(B, taps - 1, C, dtype=window.dtype, device=x.device)
+        blocks = triton.cdiv(T, BACKWARD_RUN["RUN"])
         shares = torch.empty(B, blocks, taps, C, dtype=torch.float32, device=x.device)
         if shares.numel():
-            with torch.cuda.device_of(x):
-                short_convolution_backward_kernel[(blocks, triton.cdiv(C, BACKWARD_TILE["BC"]), B)](
-                    x,
-                    weight,
-                    window,
-                    age,
-                    dy,
-                    dx,
-                    dwindow,
-                    shares,
-                    T,
-                    C,
-                    *_strides(x, 2),
-                    *_strides(window, 2),
-                    *_strides(age, 1),
-                    *_strides(dy, 2),
-                    TAPS=taps,
-                    ACTIVATION=ctx.activation,
-                    HAS_WINDOW=window is not None,
-                    HAS_AGE=age is not None,
-                    **BACKWARD_TILE,
-                )
+            with _on_device(x):
+                short_convolution_backward_kernel[(blocks, triton.cdiv(C, BACKWARD_RUN["BC"]), B)](
+                    x, weight, window, age, dy, dx, dwindow, shares, T, C,
+                    *_strides(x, 2), *_strides(window, 2), *_strides(age, 1), *_strides(dy, 2),
+                    TAPS=taps, ACTIVATION=ctx.activation, HAS_WINDOW=window is not None, HAS_AGE=age is not None,
+                    **BACKWARD_RUN,
+                )  # fmt: skip
         dweight = shares.sum((0, 1)).t()[:, None].to(weight.dtype)
         return dx, dweight, dwindow, None, None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def short_convolution_kernel(
-    x,
-    weight,
-    window,
-    age,
-    y,
-    T,
-    C,
-    s_xb,
-    s_xt,
-    s_wb,
-    s_wt,
-    s_ab,
-    TAPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_AGE: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """One program: BT tokens of BC channels."""
-    i_t, i_c, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o_t, o_c = i_t * BT + tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
-    p_x, p_w, p_a = x + i_b * s_xb, window, age
-    if HAS_WINDOW:
-        p_w = window + i_b * s_wb
-    if HAS_AGE:
-        p_a = age + i_b * s_ab
-    b_z = preactivation(p_x, weight, p_w, p_a, o_t, o_c, T, C, s_xt, s_wt, TAPS, HAS_WINDOW, HAS_AGE)
-    if ACTIVATION == 1:
-        b_z = b_z * tl.sigmoid(b_z)
-    elif ACTIVATION == 2:
-        b_z = tl.maximum(b_z, 0.0)
-    p_y = y + i_b * T * C + o_t[:, None] * C + o_c[None, :]
-    tl.store(p_y, b_z.to(y.dtype.element_ty), mask=(o_t < T)[:, None] & (o_c < C)[None, :])
-
-
-@triton.jit
-def preactivation(
-    p_x,
-    weight,
-    p_w,
-    p_a,
-    o_t,
-    o_c,
-    T,
-    C,
-    s_xt,
-    s_wt,
-    TAPS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_AGE: tl.constexpr,
-):
-    """z at the tokens o_t, anything where there is no such token. The pointers are those of one sequence."""
-    m_c = o_c < C
-    b_z = tl.zeros([o_t.shape[0], o_c.shape[0]], tl.float32)
-    if HAS_AGE:
-        b_age = tl.load(p_a + o_t, mask=(o_t >= 0) & (o_t < T), other=0)
-    for j in tl.static_range(TAPS):
-        allowed = o_t < T
-        if HAS_AGE:
-            allowed = allowed & (b_age >= j)
-        b_x = input_rows(p_x, p_w, o_t - j, o_c, allowed, T, C, s_xt, s_wt, TAPS, HAS_WINDOW)
-        b_z += b_x * tl.load(weight + o_c * TAPS + (TAPS - 1 - j), mask=m_c, other=0.0).to(tl.float32)[None, :]
-    return b_z
-
-
-@triton.jit
-def input_rows(p_x, p_w, o_t, o_c, allowed, T, C, s_xt, s_wt, TAPS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The inputs at tokens o_t, which may lie in the window (negative); zeros where nothing is or is allowed."""
-    m_c = o_c < C
-    m_x = ((o_t >= 0) & (o_t < T) & allowed)[:, None] & m_c[None, :]
-    b_x = tl.load(p_x + o_t[:, None] * s_xt + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
-    if HAS_WINDOW:
-        o_w = o_t + (TAPS - 1)
-        m_w = ((o_t < 0) & (o_w >= 0) & allowed)[:, None] & m_c[None, :]
-        b_x += tl.load(p_w + o_w[:, None] * s_wt + o_c[None, :], mask=m_w, other=0.0).to(tl.float32)
-    return b_x
-
-
-@triton.jit
-def short_convolution_backward_kernel(
-    x,
-    weight,
-    window,
-    age,
-    dy,
-    dx,
-    dwindow,
-    shares,
-    T,
-    C,
-    s_xb,
-    s_xt,
-    s_wb,
-    s_wt,
-    s_ab,
-    s_yb,
-    s_yt,
-    TAPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_AGE: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """One program: TILES tiles of BT inputs of BC channels, and their share of dweight."""
-    i_t, i_c, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    x, weight, window, age, y,                                               # tensors
+    T, C, s_xb, s_xt, s_wb, s_wt, s_ab,                                      # sizes and strides
+    TAPS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_AGE: tl.constexpr,
+    BC: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """One program: RUN tokens of BC channels, one after the other, so that every input is read once."""
+    i_t, i_c, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
-    p_x, p_w, p_a, p_dw = x + i_b * s_xb, window, age, dwindow
+    p_x, p_w, p_a = x + i_b * s_xb + o_c, window, age
+    p_y = y + i_b * T * C + o_c
     if HAS_WINDOW:
-        p_w = window + i_b * s_wb
-        p_dw = dwindow + i_b * (TAPS - 1) * C
+        p_w = window + i_b * s_wb + o_c
     if HAS_AGE:
         p_a = age + i_b * s_ab
-    b_w0 = tl.zeros([BT, BC], tl.float32)
-    b_w1 = tl.zeros([BT, BC], tl.float32)
-    b_w2 = tl.zeros([BT, BC], tl.float32)
-    b_w3 = tl.zeros([BT, BC], tl.float32)
-    for i_tile in range(TILES):
-        o_t = (i_t * TILES + i_tile) * BT + tl.arange(0, BT)
-        if HAS_WINDOW:
-            o_t -= TAPS - 1
-        b_x = input_rows(p_x, p_w, o_t, o_c, o_t < T, T, C, s_xt, s_wt, TAPS, HAS_WINDOW)
-        b_dx = tl.zeros([BT, BC], tl.float32)
-        for j in tl.static_range(TAPS):
-            # the output that this input reaches through tap j
-            o_y = o_t + j
-            m_y = (o_y >= 0) & (o_y < T)
-            if HAS_AGE:
-                m_y = m_y & (tl.load(p_a + o_y, mask=m_y, other=0) >= j)
-            p_dy = dy + i_b * s_yb + o_y[:, None] * s_yt + o_c[None, :]
-            b_dz = tl.load(p_dy, mask=m_y[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = taps_of(weight, o_c, m_c, TAPS)
+    t_0 = i_t * RUN
+    x1, x2, x3 = inputs_before(p_x, p_w, t_0, m_c, s_xt, s_wt, TAPS, HAS_WINDOW)
+    for t in range(t_0, tl.minimum(t_0 + RUN, T), 4):
+        # four reads in flight
+        a0 = row(p_x, t, s_xt, m_c, T)
+        a1 = row(p_x, t + 1, s_xt, m_c, T)
+        a2 = row(p_x, t + 2, s_xt, m_c, T)
+        a3 = row(p_x, t + 3, s_xt, m_c, T)
+        for i in tl.static_range(4):
+            b_x = (a0 if i == 0 else a1 if i == 1 else a2 if i == 2 else a3).to(tl.float32)
+            b_age = age_of(p_a, t + i, T, TAPS, HAS_AGE)
+            b_z = preactivation(b_x, x1, x2, x3, w0, w1, w2, w3, b_age, TAPS)
+            if ACTIVATION == 1:
+                b_z = b_z * tl.sigmoid(b_z)
+            elif ACTIVATION == 2:
+                b_z = tl.maximum(b_z, 0.0)
+            p_row = p_y + tl.cast(t + i, tl.int64) * C
+            tl.store(p_row, b_z.to(y.dtype.element_ty), mask=between(m_c, t + i, 0, T))
+            x1, x2, x3 = b_x, x1, x2
+
+
+@triton.jit(do_not_specialize=["T"])
+def short_convolution_backward_kernel(
+    x, weight, window, age, dy, dx, dwindow, shares,                         # tensors
+    T, C, s_xb, s_xt, s_wb, s_wt, s_ab, s_yb, s_yt,                          # sizes and strides
+    TAPS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_AGE: tl.constexpr,
+    BC: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradients of RUN inputs of BC channels (the first also of the window), a share of dweight.
+
+    An input is done when the last output that it reaches has been seen: d1, d2, d3 are the unfinished sums of the
+    inputs one, two and three tokens back.
+    """
+    i_t, i_c, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_c = i_c * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    p_x, p_w, p_a = x + i_b * s_xb + o_c, window, age
+    p_dy, p_dx, p_dw = dy + i_b * s_yb + o_c, dx + i_b * T * C + o_c, dwindow
+    if HAS_WINDOW:
+        p_w = window + i_b * s_wb + o_c
+        p_dw = dwindow + i_b * (TAPS - 1) * C + o_c
+    if HAS_AGE:
+        p_a = age + i_b * s_ab
+    w0, w1, w2, w3 = taps_of(weight, o_c, m_c, TAPS)
+    t_0 = i_t * RUN
+    x1, x2, x3 = inputs_before(p_x, p_w, t_0, m_c, s_xt, s_wt, TAPS, HAS_WINDOW)
+    d1 = tl.zeros([BC], tl.float32)
+    d2 = tl.zeros([BC], tl.float32)
+    d3 = tl.zeros([BC], tl.float32)
+    g0 = tl.zeros([BC], tl.float32)
+    g1 = tl.zeros([BC], tl.float32)
+    g2 = tl.zeros([BC], tl.float32)
+    g3 = tl.zeros([BC], tl.float32)
+    t_end = tl.minimum(t_0 + RUN, T)
+    for t in range(t_0, t_end + TAPS - 1, 4):
+        a0 = row(p_x, t, s_xt, m_c, T)
+        a1 = row(p_x, t + 1, s_xt, m_c, T)
+        a2 = row(p_x, t + 2, s_xt, m_c, T)
+        a3 = row(p_x, t + 3, s_xt, m_c, T)
+        e0 = row(p_dy, t, s_yt, m_c, T)
+        e1 = row(p_dy, t + 1, s_yt, m_c, T)
+        e2 = row(p_dy, t + 2, s_yt, m_c, T)
+        e3 = row(p_dy, t + 3, s_yt, m_c, T)
+        for i in tl.static_range(4):
+            b_x = (a0 if i == 0 else a1 if i == 1 else a2 if i == 2 else a3).to(tl.float32)
+            b_dz = (e0 if i == 0 else e1 if i == 1 else e2 if i == 2 else e3).to(tl.float32)
+            b_age = age_of(p_a, t + i, T, TAPS, HAS_AGE)
             if ACTIVATION > 0:
-                b_z = preactivation(p_x, weight, p_w, p_a, o_y, o_c, T, C, s_xt, s_wt, TAPS, HAS_WINDOW, HAS_AGE)
+                b_z = preactivation(b_x, x1, x2, x3, w0, w1, w2, w3, b_age, TAPS)
                 if ACTIVATION == 1:
                     b_s = tl.sigmoid(b_z)
                     b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
                 else:
                     b_dz = tl.where(b_z > 0.0, b_dz, 0.0)
-            b_dx += b_dz * tl.load(weight + o_c * TAPS + (TAPS - 1 - j), mask=m_c, other=0.0).to(tl.float32)[None, :]
-            if j == 0:
-                b_w0 += b_dz * b_x
-            elif j == 1:
-                b_w1 += b_dz * b_x
-            elif j == 2:
-                b_w2 += b_dz * b_x
+            dz1 = tl.where(b_age >= 1, b_dz, 0.0)
+            dz2 = tl.where(b_age >= 2, b_dz, 0.0)
+            dz3 = tl.where(b_age >= 3, b_dz, 0.0)
+            # outputs of the next run belong to its share
+            own = t + i < t_end
+            g0 += tl.where(own, b_dz * b_x, 0.0)
+            g1 += tl.where(own, dz1 * x1, 0.0)
+            if TAPS > 2:
+                g2 += tl.where(own, dz2 * x2, 0.0)
+            if TAPS > 3:
+                g3 += tl.where(own, dz3 * x3, 0.0)
+            if TAPS == 2:
+                b_dx, d1 = d1 + w1 * dz1, w0 * b_dz
+            elif TAPS == 3:
+                b_dx, d2, d1 = d2 + w2 * dz2, d1 + w1 * dz1, w0 * b_dz
             else:
-                b_w3 += b_dz * b_x
-        m_x = ((o_t >= 0) & (o_t < T))[:, None] & m_c[None, :]
-        tl.store(dx + i_b * T * C + o_t[:, None] * C + o_c[None, :], b_dx.to(dx.dtype.element_ty), mask=m_x)
-        if HAS_WINDOW:
-            o_w = o_t + (TAPS - 1)
-            m_w = (o_t < 0)[:, None] & m_c[None, :]
-            tl.store(p_dw + o_w[:, None] * C + o_c[None, :], b_dx.to(dwindow.dtype.element_ty), mask=m_w)
+                b_dx, d3, d2, d1 = d3 + w3 * dz3, d2 + w2 * dz2, d1 + w1 * dz1, w0 * b_dz
+            x1, x2, x3 = b_x, x1, x2
+            # inputs before this run are those of the run before, or of the window
+            t_x = t + i - (TAPS - 1)
+            p_row = p_dx + tl.cast(t_x, tl.int64) * C
+            tl.store(p_row, b_dx.to(dx.dtype.element_ty), mask=between(m_c, t_x, t_0, t_end))
+            if HAS_WINDOW:
+                m_w = between(m_c, t_x, 1 - TAPS, 0)
+                tl.store(p_dw + (t_x + TAPS - 1) * C, b_dx.to(dwindow.dtype.element_ty), mask=m_w)
     p_share = shares + (i_b * tl.num_programs(0) + i_t) * TAPS * C + o_c
-    tl.store(p_share + (TAPS - 1) * C, tl.sum(b_w0, 0), mask=m_c)
-    tl.store(p_share + (TAPS - 2) * C, tl.sum(b_w1, 0), mask=m_c)
+    tl.store(p_share + (TAPS - 1) * C, g0, mask=m_c)
+    tl.store(p_share + (TAPS - 2) * C, g1, mask=m_c)
     if TAPS > 2:
-        tl.store(p_share + (TAPS - 3) * C, tl.sum(b_w2, 0), mask=m_c)
+        tl.store(p_share + (TAPS - 3) * C, g2, mask=m_c)
     if TAPS > 3:
-        tl.store(p_share + (TAPS - 4) * C, tl.sum(b_w3, 0), mask=m_c)
+        tl.store(p_share + (TAPS - 4) * C, g3, mask=m_c)
+
+
+@triton.jit
+def row(p, t, s_t, mask, T):
+    """One token of BC channels, zeros after the last."""
+    return tl.load(p + tl.cast(t, tl.int64) * s_t, mask=between(mask, t, 0, T), other=0.0)
+
+
+@triton.jit
+def between(mask, t, low, high):
+    """`mask` if low <= t < high for the scalar t, else nothing."""
+    b_t = tl.zeros(mask.shape, tl.int32) + t
+    return mask & (b_t >= low) & (b_t < high)
+
+
+@triton.jit
+def taps_of(weight, o_c, m_c, TAPS: tl.constexpr):
+    """The weights of the current token and of the ones before; taps that do not exist are not used."""
+    p = weight + o_c * TAPS
+    w0 = tl.load(p + (TAPS - 1), mask=m_c, other=0.0).to(tl.float32)
+    w1 = tl.load(p + (TAPS - 2), mask=m_c, other=0.0).to(tl.float32)
+    w2, w3 = w1, w1
+    if TAPS > 2:
+        w2 = tl.load(p + (TAPS - 3), mask=m_c, other=0.0).to(tl.float32)
+    if TAPS > 3:
+        w3 = tl.load(p + (TAPS - 4), mask=m_c, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def inputs_before(p_x, p_w, t, m_c, s_xt, s_wt, TAPS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The inputs at t-1, t-2 and t-3: from x, from the window, or zeros."""
+    x1 = input_at(p_x, p_w, t - 1, m_c, s_xt, s_wt, TAPS, HAS_WINDOW)
+    x2, x3 = x1, x1
+    if TAPS > 2:
+        x2 = input_at(p_x, p_w, t - 2, m_c, s_xt, s_wt, TAPS, HAS_WINDOW)
+    if TAPS > 3:
+        x3 = input_at(p_x, p_w, t - 3, m_c, s_xt, s_wt, TAPS, HAS_WINDOW)
+    return x1, x2, x3
+
+
+@triton.jit
+def input_at(p_x, p_w, t, mask, s_xt, s_wt, TAPS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """One token, which may lie in the window (negative)."""
+    b_x = tl.load(p_x + tl.cast(t, tl.int64) * s_xt, mask=between(mask, t, 0, t + 1), other=0.0).to(tl.float32)
+    if HAS_WINDOW:
+        p_w += (t + TAPS - 1) * s_wt
+        b_x += tl.load(p_w, mask=between(mask, t, 1 - TAPS, 0), other=0.0).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def age_of(p_a, t, T, TAPS: tl.constexpr, HAS_AGE: tl.constexpr):
+    """Index of a token in its document; far enough from its start when there are no documents."""
+    b_age = TAPS
+    if HAS_AGE:
+        b_age = tl.load(p_a + t, mask=t < T, other=0)
+    return b_age
+
+
+@triton.jit
+def preactivation(x0, x1, x2, x3, w0, w1, w2, w3, b_age, TAPS: tl.constexpr):
+    b_z = x0 * w0 + tl.where(b_age >= 1, x1, 0.0) * w1
+    if TAPS > 2:
+        b_z += tl.where(b_age >= 2, x2, 0.0) * w2
+    if TAPS > 3:
+        b_z += tl.where(b_age >= 3, x3, 0.0) * w3
+    return b_z
 
 
 def triton_gated_norm(o, weight, gate=None, *, eps):
@@ -362,7 +362,7 @@ class GatedNormFunction(torch.autograd.Function):
         y = torch.empty_like(o)
         N, V, BN, BV = _norm_tile(o)
         if N:
-            with torch.cuda.device_of(o):
+            with _on_device(o):
                 gated_norm_kernel[(triton.cdiv(N, BN),)](
                     o, weight, gate, y, eps, N, V=V, BN=BN, BV=BV, HAS_GATE=gate is not None, num_warps=NORM_WARPS
                 )
@@ -379,28 +379,15 @@ class GatedNormFunction(torch.autograd.Function):
         programs = triton.cdiv(N, BN * tiles) if N else 0
         shares = torch.empty(programs, V, dtype=torch.float32, device=o.device)
         if N:
-            with torch.cuda.device_of(o):
+            with _on_device(o):
                 gated_norm_backward_kernel[(programs,)](
-                    o,
-                    weight,
-                    gate,
-                    dy,
-                    do,
-                    dgate,
-                    shares,
-                    ctx.eps,
-                    N,
-                    tiles,
-                    V=V,
-                    BN=BN,
-                    BV=BV,
-                    HAS_GATE=gate is not None,
-                    num_warps=NORM_WARPS,
-                )
+                    o, weight, gate, dy, do, dgate, shares, ctx.eps, N, tiles,
+                    V=V, BN=BN, BV=BV, HAS_GATE=gate is not None, num_warps=NORM_WARPS,
+                )  # fmt: skip
         return do, shares.sum(0).to(weight.dtype), dgate, None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def gated_norm_kernel(
     o, weight, gate, y, eps, N, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_GATE: tl.constexpr
 ):
@@ -410,30 +397,19 @@ def gated_norm_kernel(
     mask = (o_n < N)[:, None] & m_v[None, :]
     o_y = o_n[:, None] * V + o_v[None, :]
     b_o = tl.load(o + o_y, mask=mask, other=0.0).to(tl.float32)
-    b_y = b_o * tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
-    b_y *= tl.load(weight + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
+    b_y = b_o * tl.load(weight + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
+    # before the sum, so that the read does not wait for it
     if HAS_GATE:
         b_y *= tl.sigmoid(tl.load(gate + o_y, mask=mask, other=0.0).to(tl.float32))
+    b_y *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
     tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["N", "tiles"])
 def gated_norm_backward_kernel(
-    o,
-    weight,
-    gate,
-    dy,
-    do,
-    dgate,
-    shares,
-    eps,
-    N,
-    tiles,
-    V: tl.constexpr,
-    BN: tl.constexpr,
-    BV: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-):
+    o, weight, gate, dy, do, dgate, shares, eps, N, tiles,
+    V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
     """One program: `tiles` times BN rows, and their share of dweight."""
     i_p = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BV)
@@ -446,10 +422,11 @@ def gated_norm_backward_kernel(
         o_y = o_n[:, None] * V + o_v[None, :]
         b_o = tl.load(o + o_y, mask=mask, other=0.0).to(tl.float32)
         b_c = tl.load(dy + o_y, mask=mask, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            b_s = tl.sigmoid(tl.load(gate + o_y, mask=mask, other=0.0).to(tl.float32))
         b_r = tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
         b_x = b_o * b_r
         if HAS_GATE:
-            b_s = tl.sigmoid(tl.load(gate + o_y, mask=mask, other=0.0).to(tl.float32))
             b_dgate = b_c * b_x * b_weight * b_s * (1.0 - b_s)
             tl.store(dgate + o_y, b_dgate.to(dgate.dtype.element_ty), mask=mask)
             b_c *= b_s
@@ -467,10 +444,17 @@ def _norm_tile(o):
     return o.numel() // max(V, 1), V, max(1, NORM_TILE // BV), BV
 
 
+def _on_device(x):
+    """Launches go to the current device: make it that of x. torch.compile sees to that itself."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
 def _unfit_tensors(tensors):
     """None, or why these named tensors cannot go into one kernel."""
     device = next(iter(tensors.values())).device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda" and not INTERPRETED:
         return f"the Triton kernels need tensors on a CUDA device, got {device}"
     for name, x in tensors.items():
         if x.device != device:

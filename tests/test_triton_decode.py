@@ -416,3 +416,20 @@ def test_no_host_synchronisation():
         decode.triton_decode_step(**tensors, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+def test_inside_torch_compile():
+    tensors, options = step_inputs(2, 2, 2, 64, 64, device="cuda")
+    x, _ = inputs("kda", 2, 2, 2, 2, 64, 64, device="cuda")
+
+    def both(tensors, x):
+        y = decode.triton_decode_step(**tensors, **options)
+        return y, tensors["state"], tensors["window"], *decode.triton_recurrent_delta_rule(*x)
+
+    results = []
+    for function in (both, torch.compile(both, fullgraph=True)):
+        copies = {name: y.clone() if torch.is_tensor(y) else y for name, y in tensors.items()}
+        results.append(function(copies, [y.clone() for y in x]))
+    for compiled, eager in zip(*results, strict=True):
+        assert torch.equal(compiled, eager)
