@@ -160,14 +160,6 @@ def test_bytes_for_people():
     counts = (0, 1023, 1024, 1536, 1024**2, 5 * 1024**3, 2 * 1024**4)
     shown = ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "5.0 GiB", "2.0 TiB"]
     assert [human_bytes(count) for count in counts] == shown
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 KiB",
-        "1.0 MiB",
-        "5.0 GiB",
-        "2.0 TiB",
-    ]
 
 
 def test_wrong_input_gets_one_line(folder, tmp_path, capsys):
