@@ -44,20 +44,23 @@ class KDACache(DynamicCache):
                 f"crop takes the number of tokens to remove as a negative number, 0 to -{length}, "
                 f"got {tokens_to_remove}"
             )
+        if tokens_to_remove == -length:
+            self.reset()
+            return
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
                 layer.check_recorded(-tokens_to_remove)
         super().crop(tokens_to_remove)
 
 
-def adopt_cache(cache, config):
+def adopt_cache(cache, config, batch_size=None):
     """Put a `RecurrentLayer` in the place of each linear-attention layer of `cache` that transformers made, in place.
 
     Layers of ours are left alone, so this may be called at every forward.
 
-    Raises: ValueError if the cache is not made for this model.
+    Raises: ValueError if the cache is not made for this model, or holds another number of rows than `batch_size`.
     """
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise ValueError(f"cache must be a Cache such as KDACache(config), got {type(cache).__name__}")
     if not cache.layers and getattr(cache, "layer_class_to_replicate", None) is not None:
         # a cache made without a config does not know yet what its layers are
@@ -72,6 +75,7 @@ def adopt_cache(cache, config):
         )
     for i, layer in enumerate(cache.layers):
         _check_layer(layer, i, config)
+        _check_rows(layer, batch_size, config.head_dim)
     # without a softmax layer nobody else counts the tokens
     counts = [not any(kind == "full_attention" for kind in config.layer_types)] + [False] * len(cache.layers)
     for i, layer in enumerate(cache.layers):
@@ -103,6 +107,21 @@ def _check_layer(layer, i, config):
             f"the cache was made for another model: its layer {i} is a {type(layer).__name__} and cannot serve the "
             f"stage {config.stages[i]}; make the cache with KDACache(config). Methods that write keys and values into "
             "the cache, such as prefix tuning, need softmax layers only"
+        )
+
+
+def _check_rows(layer, batch_size, head_dim):
+    """Raises: ValueError if the cache was filled with another number of rows, or keys of another size."""
+    recurrent = isinstance(layer, RecurrentLayer)
+    held = layer.read()[1] if recurrent else getattr(layer, "keys", None)
+    # empty layers hold None or an empty vector, quantized ones other things than tensors
+    if batch_size is None or not isinstance(held, torch.Tensor) or held.dim() != 4:
+        return
+    if held.shape[0] != batch_size or not (recurrent or held.shape[3] == head_dim):
+        raise ValueError(
+            f"the cache holds {held.shape[0]} rows{'' if recurrent else f' of keys of size {held.shape[3]}'}, got a "
+            f"batch of {batch_size} and head_dim={head_dim}; make a new cache, or call batch_repeat_interleave or "
+            "batch_select_indices"
         )
 
 
@@ -152,6 +171,9 @@ class RecurrentLayer(LinearAttentionLayer):
     With `record_past` it also keeps the state as it was `max_rollback` tokens ago (or more) and what was written
     since; `crop(-n)` writes all but the last n tokens again from there.
     """
+
+    # what loops over caches look for
+    keys = values = None
 
     def __init__(self, erase: bool, max_rollback: int, record_past: bool = False):
         super().__init__()

@@ -82,9 +82,9 @@ class RecurrentMixer(nn.Module):
         """
         layout = TokenLayout() if mask is None else mask
         memory = None if cache is None else cache.layers[self.layer_idx]
-        window, state = (None, None) if memory is None else memory.read()
 
         inputs = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
+        window, state = self._recall(memory, inputs)
         q, k, v = self._heads(self._short_conv(inputs, window, layout))
         q, k, v = self._features(q, k, v)
         beta, log_decay = self._gates(hidden_states, layout)
@@ -94,6 +94,18 @@ class RecurrentMixer(nn.Module):
         if memory is not None:
             self._remember(memory, window, state, inputs, Written(k, v, beta, log_decay, inputs, layout.real))
         return self.o_proj(self._output(o, hidden_states)), None
+
+    def _recall(self, memory, inputs):
+        """The conv window and the state that this call starts from, each None where there is none."""
+        window, state = (None, None) if memory is None else memory.read()
+        taps_before = self.short_conv_kernel_size - 1
+        expected = (inputs.shape[0], taps_before, inputs.shape[2]) if self.short_conv_kernel_size else None
+        if state is not None and expected != (None if window is None else tuple(window.shape)):
+            raise ValueError(
+                f"the cache of layer {self.layer_idx} must hold a conv window of the shape {expected}, got "
+                f"{None if window is None else tuple(window.shape)}: it was filled by another model"
+            )
+        return window, state
 
     def _short_conv(self, inputs, window, layout):
         """[B, T, C] q, k, v inputs side by side -> the three after their convolutions."""
