@@ -1,1 +1,1 @@
-"""From GPT-2 checkpoints to any stage of the lineage, and what is needed to get there: fitting, distilling, evaluating."""
+"""From GPT-2 checkpoints to any stage of the lineage: converting, fitting, distilling, evaluating."""

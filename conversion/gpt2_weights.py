@@ -1,11 +1,11 @@
 """GPT-2 checkpoints as tensors and configuration of our softmax stage. The only place that knows GPT-2's names.
 
-GPT-2 stores its four projections as `Conv1D`, [in, out]; ours are [out, in]. `c_attn` holds query, key and value side by
-side. Both are undone here, and nothing else changes: the softmax stage computes what GPT-2 computes.
+GPT-2 stores its four projections as `Conv1D`, [in, out]; ours are [out, in]. `c_attn` holds query, key and value side
+by side. Both are undone here, and nothing else changes: the softmax stage computes what GPT-2 computes.
 
-Accepted are the checkpoints of transformers' GPT2Model and GPT2LMHeadModel, with any of the prefixes in `PREFIXES` in any
-nesting, with or without a head, with or without the mask buffers of old versions, and those of nanoGPT, whose projections
-are [out, in] already and whose biases may be absent (`bias=False`): absent biases are zeros.
+Accepted are the checkpoints of transformers' GPT2Model and GPT2LMHeadModel, with any of the prefixes in `PREFIXES` in
+any nesting, with or without a head, with or without the mask buffers of old versions, and those of nanoGPT, whose
+projections are [out, in] already and whose biases may be absent (`bias=False`): absent biases are zeros.
 """
 
 import re
@@ -13,6 +13,8 @@ import re
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GPT2Config
+
+from modeling_kda.configuration_kda import KDAConfig
 
 from .checkpoint import listed
 
@@ -84,7 +86,8 @@ def to_softmax_stage(state_dict: dict[str, torch.Tensor], gpt2_config: dict) -> 
         gpt2_config: the `config.json` of the model as a dict.
 
     Returns:
-        Tensors by our names, in the dtypes given. `lm_head.weight` is among them only if it differs from the embedding.
+        Tensors by our names, in the dtypes given. `lm_head.weight` is among them only if it differs from the
+        embedding.
 
     Raises:
         ValueError: a tensor that is missing, unknown or of another shape than the configuration says, by name.
@@ -104,6 +107,7 @@ class Gpt2Weights:
 
     Attributes:
         fields: the keyword arguments of `KDAConfig`, with `tie_word_embeddings` as the weights have it.
+        config: made of them.
         dtype: the dtype of the token embedding.
 
     Raises:
@@ -119,6 +123,7 @@ class Gpt2Weights:
         self._check()
         self.dtype = checkpoint.dtypes[self._stored["wte.weight"]]
         self.fields["tie_word_embeddings"] = self._is_tied()
+        self.config = KDAConfig(**self.fields)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of one layer by their names below `model.layers.{layer}.`."""
@@ -196,7 +201,7 @@ class Gpt2Weights:
 
 
 def gpt2_shapes(fields: dict, conv1d: bool = True) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a GPT-2 of this size with its shape, by name without prefix; projections [in, out] if `conv1d`."""
+    """Shape of every tensor of a GPT-2 of this size, by name without prefix; projections [in, out] if `conv1d`."""
     width, inner = fields["hidden_size"], fields["intermediate_size"]
     weights = {
         "wte": (fields["vocab_size"], width),

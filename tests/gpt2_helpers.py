@@ -6,6 +6,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from modeling_kda import KDAConfig, KDAForCausalLM
+from modeling_kda.conversion.gpt2_weights import config_fields, to_softmax_stage
+
 SMALL = {"vocab_size": 97, "n_positions": 48, "n_embd": 64, "n_layer": 4, "n_head": 4}
 # largest difference of logits of order one that an exact rewrite may cause, by rounding alone
 IDENTITY = {torch.float64: 1e-12, torch.float32: 2e-4}
@@ -72,6 +75,18 @@ def save_gpt2(folder, model, *, tensors=None, config=None, kind="safetensors"):
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     return folder
+
+
+def softmax_model(gpt2, state_dict=None):
+    """Our softmax stage with the tensors of a GPT-2, or with those given in its place."""
+    config = gpt2_config_dict(gpt2)
+    tensors = to_softmax_stage(gpt2.state_dict() if state_dict is None else state_dict, config)
+    fields = config_fields(config) | {"tie_word_embeddings": "lm_head.weight" not in tensors}
+    model = KDAForCausalLM(KDAConfig(stages="softmax", **fields)).to(gpt2.dtype).eval()
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert unexpected == []
+    assert missing == (["lm_head.weight"] if fields["tie_word_embeddings"] else [])
+    return model
 
 
 def largest_difference(a, b):

@@ -1,4 +1,4 @@
-"""GPT-2 checkpoints in every accepted form become one model that computes what GPT-2 computes; all others are refused."""
+"""GPT-2 checkpoints in every accepted form become a model that computes what GPT-2 does; others are refused."""
 
 import json
 
@@ -11,24 +11,12 @@ from gpt2_helpers import (
     random_gpt2,
     random_ids,
     save_gpt2,
+    softmax_model,
 )
 
-from modeling_kda.configuration_kda import KDAConfig
 from modeling_kda.conversion import checkpoint as checkpoint_module
 from modeling_kda.conversion.checkpoint import Checkpoint
 from modeling_kda.conversion.gpt2_weights import NAMES, Gpt2Weights, config_fields, gpt2_shapes, to_softmax_stage
-from modeling_kda.modeling_kda import KDAForCausalLM
-
-
-def softmax_model(state_dict, config, dtype=torch.float32):
-    """Our softmax stage with these GPT-2 tensors."""
-    tensors = to_softmax_stage(state_dict, config)
-    fields = config_fields(config) | {"tie_word_embeddings": "lm_head.weight" not in tensors}
-    model = KDAForCausalLM(KDAConfig(stages="softmax", **fields)).to(dtype).eval()
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert unexpected == []
-    assert missing == (["lm_head.weight"] if fields["tie_word_embeddings"] else [])
-    return model
 
 
 def assert_same_logits(ours, gpt2, dtype=torch.float32):
@@ -41,7 +29,7 @@ def assert_same_logits(ours, gpt2, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", IDENTITY)
 def test_the_softmax_stage_is_gpt2(dtype):
     gpt2 = random_gpt2(dtype=dtype)
-    assert_same_logits(softmax_model(gpt2.state_dict(), gpt2_config_dict(gpt2), dtype), gpt2, dtype)
+    assert_same_logits(softmax_model(gpt2), gpt2, dtype)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +52,7 @@ def test_the_softmax_stage_is_gpt2(dtype):
 )
 def test_options_of_gpt2_are_carried(fields):
     gpt2 = random_gpt2(dtype=torch.float64, **fields)
-    ours = softmax_model(gpt2.state_dict(), gpt2_config_dict(gpt2), torch.float64)
+    ours = softmax_model(gpt2)
     assert_same_logits(ours, gpt2, torch.float64)
     # without dropout even in training
     ours.train()
@@ -77,7 +65,7 @@ def test_options_of_gpt2_are_carried(fields):
 @pytest.mark.parametrize("with_head", [False, True])
 def test_prefixes_and_a_tied_head_change_nothing(prefixes, with_head):
     gpt2 = random_gpt2()
-    plain = {name: t for name, t in gpt2.transformer.state_dict().items()}
+    plain = gpt2.transformer.state_dict()
     stored = {prefixes + name: t for name, t in plain.items()}
     if with_head:
         stored[prefixes.replace("transformer.", "") + "lm_head.weight"] = gpt2.lm_head.weight.detach().clone()
@@ -90,7 +78,7 @@ def test_prefixes_and_a_tied_head_change_nothing(prefixes, with_head):
 
 def test_a_head_of_its_own_is_kept():
     gpt2 = random_gpt2(tie_word_embeddings=False)
-    ours = softmax_model(gpt2.state_dict(), gpt2_config_dict(gpt2))
+    ours = softmax_model(gpt2)
     assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
     assert_same_logits(ours, gpt2)
     without = {name: t for name, t in gpt2.state_dict().items() if name != "lm_head.weight"}
@@ -127,7 +115,7 @@ def test_absent_biases_are_zeros(linear):
     stored = nanogpt_without_biases(gpt2)
     if not linear:
         stored = {name: t.T if ".c_" in name else t for name, t in stored.items()}
-    assert_same_logits(softmax_model(stored, gpt2_config_dict(gpt2)), gpt2)
+    assert_same_logits(softmax_model(gpt2, stored), gpt2)
 
 
 def test_missing_renamed_and_misshapen_tensors_are_named():

@@ -1,0 +1,175 @@
+"""Converts a model's layers from the first one up, carrying along the hidden states that the next layer needs."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from modeling_kda.configuration_kda import KDAConfig
+from modeling_kda.modeling_kda import KDADecoderLayer
+
+from .exact_steps import steps_between
+from .initialisation import NEW_PARAMETERS, HeadSettings, fit_queries_and_keys, new_parameters
+from .layer_fit import fit_mixer
+from .measurement import (
+    LayerRecord,
+    build_layer,
+    choose_settings,
+    explained,
+    match_outputs,
+    measure_heads,
+    run_layer,
+    run_mixer,
+)
+
+SEARCH_WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """How softmax layers are replaced.
+
+    Attributes:
+        measured: whether the windows are text that says something about attention, and not random tokens.
+        fitted: whether new mixers are fitted to the windows.
+        fit_steps: of AdamW per layer.
+        channel_spread: see `new_parameters`.
+        seed: of everything random.
+        device: where layers run.
+    """
+
+    measured: bool
+    fitted: bool
+    fit_steps: int
+    channel_spread: float
+    seed: int
+    device: torch.device
+
+
+class LayerConverter:
+    """Takes the tensors of one layer of the source after the other and gives those of the new model.
+
+    Args:
+        source_config, config: of the source and of the new model.
+        ends: the source's tensors outside its layers.
+        windows: int64 [N, T] tokens to measure on; not looked at if no softmax layer is replaced.
+        options: see `Options`.
+        dtype: to compute in.
+
+    Raises: ValueError if the source's stage of some layer cannot become the new one.
+    """
+
+    def __init__(self, source_config: KDAConfig, config: KDAConfig, ends, windows, options: Options, dtype):
+        self.source_config, self.config, self.options, self.dtype = copy.copy(source_config), config, options, dtype
+        # a layer outside its model gets no mask, and this is the attention that is causal without one
+        self.source_config._attn_implementation = "sdpa"
+        pairs = list(zip(source_config.stages, config.stages, strict=True))
+        self.replaced = [i for i, (old, new) in enumerate(pairs) if old == "softmax" != new]
+        self.steps = {i: steps_between(*pair) for i, pair in enumerate(pairs) if i not in self.replaced}
+        self.hidden_states = None
+        if self.replaced:
+            self.hidden_states = self._embed(ends, windows).to(options.device, dtype)
+
+    def convert(self, index: int, tensors: dict) -> tuple[dict, dict]:
+        """Tensors of the source's layer -> tensors of the new layer, and what was done with them."""
+        record = None
+        if self.replaced and index <= self.replaced[-1]:
+            layer = build_layer(self.source_config, index, tensors, dtype=self.dtype, device=self.options.device)
+            record = run_layer(layer, self.hidden_states)
+            self.hidden_states = record.hidden_states
+        if index in self.replaced:
+            converted, facts = self._replace_softmax(index, layer, tensors, record)
+        else:
+            converted, facts = tensors, {}
+            for step in self.steps[index]:
+                converted = step(converted, self.config, self._generator(index))
+        return converted, self._row(index, tensors, converted) | facts
+
+    def _replace_softmax(self, index, layer: KDADecoderLayer, tensors: dict, record: LayerRecord):
+        """A recurrent layer in the place of a softmax layer, as near to it as its start can be."""
+        stage, num_heads = self.config.stages[index], self.config.num_attention_heads
+        teacher = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+
+        def start(settings):
+            generator = self._generator(index)
+            new = new_parameters(
+                stage, self.config, settings, channel_spread=self.options.channel_spread, generator=generator
+            )
+            return fit_queries_and_keys(teacher, stage, self.config, settings) | new
+
+        def followed(settings):
+            heads = run_mixer(self._student(index, start(settings)), record.inputs[:SEARCH_WINDOWS])
+            return explained(heads, record.heads[:SEARCH_WINDOWS], num_heads)
+
+        settings, distances = measure_heads(layer, record.inputs)
+        if self.options.measured:
+            settings = choose_settings(stage, settings, followed)
+        else:
+            settings = settings.replace(half_lives=HeadSettings.default(num_heads).half_lives)
+        student_tensors = start(settings)
+        heads = run_mixer(self._student(index, student_tensors), record.inputs)
+        student_tensors, factors = match_outputs(student_tensors, heads, record, num_heads)
+        facts = self._facts(stage, settings, distances)
+        facts["explained"] = _rounded(explained(heads, record.heads, num_heads))
+        facts["output_factors"] = _rounded(factors)
+        if self.options.fitted:
+            student = self._student(index, student_tensors)
+            title, seed = f"fitting layer {index}", self.options.seed + index
+            facts["errors"] = fit_mixer(student, record, steps=self.options.fit_steps, seed=seed, title=title)
+            student_tensors = {name: tensor.cpu() for name, tensor in student.state_dict().items()}
+        return _stored(student_tensors, tensors), facts
+
+    def _student(self, index, tensors):
+        return build_layer(self.config, index, tensors, dtype=self.dtype, device=self.options.device)
+
+    def _facts(self, stage, settings, distances):
+        """The settings that this stage has, and where they come from."""
+        groups, facts = NEW_PARAMETERS[stage], {}
+        if self.options.measured:
+            facts["attention_distances"] = _rounded(distances)
+        if {"step", "head_decay", "channel_decay"} & set(groups):
+            facts["half_lives"] = _rounded(settings.half_lives)
+        if "beta" in groups:
+            facts["betas"] = _rounded(settings.betas)
+        if "feature_map" in groups:
+            facts["sharpness"] = _rounded(settings.sharpness)
+        return facts
+
+    def _row(self, index, old: dict, new: dict) -> dict:
+        """Which tensors are the source's, which were changed, and which are new: by comparing, not by intention."""
+        carried = [name for name in new if name in old and _same(new[name], old[name])]
+        return {
+            "layer": index,
+            "from": self.source_config.stages[index],
+            "to": self.config.stages[index],
+            "carried": carried,
+            "transformed": [name for name in new if name in old and name not in carried],
+            "new": [name for name in new if name not in old],
+        }
+
+    def _embed(self, ends, windows):
+        hidden_states = ends["model.embed_tokens.weight"][windows]
+        if self.source_config.position_embedding == "learned":
+            hidden_states = hidden_states + ends["model.embed_positions.weight"][: windows.shape[1]]
+        return hidden_states
+
+    def _generator(self, index):
+        return torch.Generator().manual_seed(self.options.seed + index)
+
+
+def _stored(tensors, source):
+    """In the dtype of the source's tensor of that name, new ones in that of its projections, decays in fp32."""
+    dtype = source["mixer.q_proj.weight"].dtype
+    stored = {}
+    for name, tensor in tensors.items():
+        decay = name.startswith("mixer.decay.")
+        stored[name] = tensor.to(torch.float32 if decay else source[name].dtype if name in source else dtype)
+    return stored
+
+
+def _same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def _rounded(values):
+    return [float(f"{value:.4g}") for value in values.tolist()]
