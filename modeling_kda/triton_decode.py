@@ -129,6 +129,8 @@ def recurrent_delta_rule_kernel(
     DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program: BV value channels of one value head of one sequence, all T tokens."""
+    # torch.compile hands numbers over in fp64
+    scale = tl.cast(scale, tl.float32)
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_n = i_p % NV, i_p // NV
     i_b, i_hv = i_n // HV, i_n % HV
@@ -184,7 +186,7 @@ def _recurrent_config(heads, K, V):
     """(BK, BV, num_warps) for `heads` value heads in the batch. Measured on an H200; nothing is timed at run time."""
     BK = triton.next_power_of_2(K)
     # few heads: split their value channels until every multiprocessor has work
-    BV = min(16 if heads < 64 else 64, triton.next_power_of_2(V))
+    BV = min(16 if heads <= 256 else 32 if heads <= 1024 else 64, triton.next_power_of_2(V))
     # 64 elements of the state per thread; never more threads than keys, or each would load its keys one by one
     return BK, BV, max(1, BK * BV // 2048)
 
@@ -352,6 +354,7 @@ def decode_step_kernel(
 
     Value heads that share a key share its convolution window, which is replaced in place: only one program may own it.
     """
+    scale, eps, lower_bound = tl.cast(scale, tl.float32), tl.cast(eps, tl.float32), tl.cast(lower_bound, tl.float32)
     i_p = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_p // H, i_p % H
     HV = H * GROUP

@@ -32,7 +32,7 @@ ACTIVATIONS = {None: 0, "silu": 1, "relu": 2}
 FORWARD_RUN = {"BC": 128, "RUN": 32, "num_warps": 1}
 BACKWARD_RUN = {"BC": 128, "RUN": 64, "num_warps": 1}
 # elements of one tile of rows of the norm, and the most programs of its backward, each with a share of dweight
-NORM_TILE, NORM_WARPS, NORM_PROGRAMS = 2048, 4, 1024
+NORM_TILE, NORM_WARPS, NORM_PROGRAMS = 1024, 2, 4096
 
 
 def triton_short_convolution(x, weight, window=None, *, age=None, activation=None):
@@ -392,6 +392,8 @@ def gated_norm_kernel(
     o, weight, gate, y, eps, N, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_GATE: tl.constexpr
 ):
     """One program: BN rows."""
+    # torch.compile hands numbers over in fp64
+    eps = tl.cast(eps, tl.float32)
     o_n, o_v = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN), tl.arange(0, BV)
     m_v = o_v < V
     mask = (o_n < N)[:, None] & m_v[None, :]
@@ -411,6 +413,7 @@ def gated_norm_backward_kernel(
     V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
     """One program: `tiles` times BN rows, and their share of dweight."""
+    eps = tl.cast(eps, tl.float32)
     i_p = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BV)
     m_v = o_v < V

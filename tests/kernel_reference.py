@@ -4,10 +4,13 @@ The kernel files are loaded by path, not through the package: they must work wit
 under the interpreter each is loaded in a process of its own.
 """
 
+import contextlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ BUDGET = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 if os.environ.get("TRITON_INTERPRET") == "1":
     # the interpreter cuts bits off where the device rounds
     BUDGET[torch.bfloat16] = 8e-3
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
 FP32 = BUDGET[torch.float32]
 
 
@@ -39,6 +43,68 @@ def run_interpreted(file):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@contextlib.contextmanager
+def recorded(module, launches):
+    """Inside, a kernel file takes CPU tensors and launches nothing: (kernel, arguments, options) are noted instead."""
+    kernels = {name: x for name, x in vars(module).items() if name.endswith("_kernel")}
+    allowed, module.INTERPRETED = module.INTERPRETED, True
+    for name, kernel in kernels.items():
+        setattr(module, name, Recorder(kernel, launches))
+    try:
+        yield
+    finally:
+        module.INTERPRETED = allowed
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+class Recorder:
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def assert_fits(kernel, args, options, capability):
+    """The launch compiles for a GPU that need not be here, keeps everything in registers, and fits into it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+    signature, constants, hints = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = given.pop(parameter.name)
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if torch.is_tensor(value):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+        if torch.is_tensor(value) or (isinstance(value, int) and value % 16 == 0):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=given)
+    assert compiled.metadata.shared <= 99 * 1024
+    usage = resource_usage(compiled.asm["cubin"])
+    assert usage["STACK"] == usage["LOCAL"] == 0, (
+        f"{kernel.__name__} {constants} {given} spills on sm_{capability}: {usage}"
+    )
+
+
+def resource_usage(cubin):
+    """Registers per thread, and bytes of stack, shared and local memory."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report.stdout)}
 
 
 def on_gpu(test):
