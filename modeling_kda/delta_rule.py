@@ -102,7 +102,7 @@ def _loop_over_sequences(tokens, x, erase):
 
 
 def _loop_over_tokens(q, k, v, beta, log_decay, state, scale, erase):
-    S = state  # [B, HV, K, V]
+    S = state.clone()  # [B, HV, K, V]; without tokens the caller must not get his own tensor back
     q, k = (x.to(S.dtype).repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
     v, beta, log_decay = (x.to(S.dtype) for x in (v, beta, log_decay))
     o = [v[:, :0]]
@@ -115,7 +115,7 @@ def _loop_over_tokens(q, k, v, beta, log_decay, state, scale, erase):
 
 
 def _retrieve(S, x):
-    return torch.einsum("bhkv,bhk->bhv", S, x)
+    return (S * x[..., None]).sum(2)
 
 
 def _decode_step(q, k, v, beta, log_decay, state, scale, erase):
@@ -440,14 +440,14 @@ class _Layout:
         return state.index_select(0, self.order).flatten(0, 1)
 
     def unsort(self, S):
-        return S.unflatten(0, (len(self.order), -1)).index_select(0, self.order.argsort())
+        return S.view(len(self.order), self.HV, *S.shape[1:]).index_select(0, self.order.argsort())
 
     def to_tokens(self, rows, like):
         """[num_rows, C, .] -> shape and dtype of `like`, a sum over the value heads if `like` has fewer heads."""
         x = rows.flatten(0, 1).index_select(0, self.origin)
         B, T, heads = like.shape[:3]
         if heads < self.HV:
-            x = x.view(B * T, heads, self.HV // heads, -1).sum(2)
+            x = x.view(B * T, heads, self.HV // heads, rows.shape[-1]).sum(2)
         return x.view(like.shape).to(like.dtype)
 
 
