@@ -75,10 +75,15 @@ class KDAConfig(PreTrainedConfig):
         "n_layer": "num_hidden_layers",
         "n_head": "num_attention_heads",
     }
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
+    # q, k and v are gathered again: the recurrence of a layer runs whole on every rank
+    base_model_tp_plan = {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.mixer.q_proj": "colwise_gather_output",
+        "layers.*.mixer.k_proj": "colwise_gather_output",
+        "layers.*.mixer.v_proj": "colwise_gather_output",
+        "layers.*.mixer.o_proj": "rowwise_split_input",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
     }
 
     vocab_size: int = 50257
@@ -131,6 +136,9 @@ class KDAConfig(PreTrainedConfig):
         self._fill("intermediate_size", 4 * self.hidden_size)
         self._fill("output_gate_rank", self.value_head_dim)
         self._fill("decay_rank", self.head_dim)
+        if self.mlp_gated:
+            # not in the class: a rule that matches no module makes loading print a warning
+            self.base_model_tp_plan = {**self.base_model_tp_plan, "layers.*.mlp.gate_proj": "colwise"}
         # a new dict each time: saving writes into it
         self.auto_map = {**AUTO_MAP, **(self.auto_map or {})}
         # here too, so that a wrong value is a plain ValueError before anything reads it

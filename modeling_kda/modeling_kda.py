@@ -65,6 +65,17 @@ class KDAPreTrainedModel(PreTrainedModel):
         if isinstance(module, Decay | HedgehogFeatureMap | RMSNorm | ShortConvolution):
             module.reset_parameters()
 
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config, *args, **kwargs):
+        given = isinstance(distributed_config, dict)
+        pp_size = distributed_config.get("pp_size") if given else getattr(distributed_config, "pp_size", None)
+        if (pp_size or 1) > 1:
+            raise ValueError(
+                f"pp_size must be 1, got {pp_size}: every pipeline stage would add the learned positions "
+                "again, and lose count of the tokens in the cache; shard with tp_size or fsdp_size"
+            )
+        return super().prepare_distribute_model(distributed_config, *args, **kwargs)
+
 
 class KDAModel(KDAPreTrainedModel):
     """The blocks without a head. See [`KDAConfig`] for what can be built."""
@@ -160,7 +171,7 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
     """The language model: `KDAModel` and a linear head, tied to the embedding by default."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: KDAConfig):

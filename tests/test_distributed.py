@@ -1,15 +1,22 @@
-"""Several processes (gloo, on CPU): DDP and FSDP2 give the losses and gradients of one process."""
+"""Several processes (gloo, on CPU): DDP, FSDP2 and tensor parallelism give the numbers of one process."""
+
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import assert_same, tiny_model, tokens
+from helpers import ROUNDING, assert_same, tiny_model, tokens
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
+
+from modeling_kda import KDAForCausalLM
 
 STAGES_IN_USE = ["kda", "softmax", "ssd"]
 WORLD = 2
+PLANS = {"tensor_parallel": {"tp_size": WORLD, "tp_plan": "auto"}, "fully_sharded": {"fsdp_size": WORLD}}
 # gradients of two halves added instead of one sum
 GRADIENT = 1e-4
 # losses of two bf16 runs after steps that differ by rounding
@@ -31,8 +38,10 @@ def mixed_model():
 
 def join_group(rank, folder):
     torch.set_num_threads(1)
+    # transformers reads where it is from here
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    torch.save(every_run(rank), f"{folder}/{rank}.pt")
+    torch.save(every_run(rank, folder), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -82,14 +91,33 @@ def fsdp_steps(rank):
     return {"plain": results[False], "checkpointed": results[True], "cast": train(model, batch()), "dtypes": dtypes}
 
 
-def every_run(rank):
-    return {"ddp": ddp_steps(rank), "fsdp": fsdp_steps(rank)}
+def transformers_run(folder, kind):
+    """Loaded in shards by transformers itself: one step, a text, and a folder saved from the shards."""
+    model = KDAForCausalLM.from_pretrained(f"{folder}/source", distributed_config=DistributedConfig(**PLANS[kind]))
+    output = model(batch(), labels=batch())
+    output.loss.backward()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        text = model.generate(batch(), max_new_tokens=4, do_sample=False)
+    model.save_pretrained(f"{folder}/{kind}")
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    return {"logits": whole(output.logits.detach()), "grads": grads, "text": text, "sharded": sharded}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def every_run(rank, folder):
+    own = {kind: transformers_run(folder, kind) for kind in PLANS}
+    return {"ddp": ddp_steps(rank), "fsdp": fsdp_steps(rank), "folder": folder, **own}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What every rank saw; starting processes is the slow part, so that all runs share them."""
     folder = tmp_path_factory.mktemp("ranks")
+    tiny_model(STAGES_IN_USE, mlp_gated=True).save_pretrained(folder / "source")
     mp.start_processes(join_group, (str(folder),), nprocs=WORLD, start_method="spawn")
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
@@ -99,10 +127,14 @@ def test_ddp_has_the_gradients_of_one_process(results):
     loss = model(batch(), labels=batch()).loss
     loss.backward()
     assert_same(sum(result["ddp"]["loss"] for result in results) / WORLD, loss)
+    for result in results:
+        assert_same_gradients(result["ddp"]["grads"], model)
+
+
+def assert_same_gradients(grads, model):
     for name, p in model.named_parameters():
-        for result in results:
-            # what all keys share has no gradient in a softmax layer, only rounding
-            assert_same(result["ddp"]["grads"][name], p.grad, GRADIENT if "k_proj.bias" not in name else torch.inf)
+        # what all keys share has no gradient in a softmax layer, only rounding
+        assert_same(grads[name], p.grad, GRADIENT if "k_proj.bias" not in name else torch.inf)
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "cast"])
@@ -121,3 +153,32 @@ def test_fsdp2_keeps_the_decays_in_fp32(results):
         dtypes = result["fsdp"]["dtypes"]
         assert {dtype for name, dtype in dtypes.items() if ".decay." in name} == {torch.float32}
         assert {dtype for name, dtype in dtypes.items() if ".decay." not in name} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_models_that_transformers_shards_compute_and_save_the_same(results, kind):
+    model = tiny_model(STAGES_IN_USE, mlp_gated=True)
+    output = model(batch(), labels=batch())
+    output.loss.backward()
+    text = model.generate(batch(), max_new_tokens=4, do_sample=False)
+    for result in results:
+        assert_same(result[kind]["logits"], output.logits, ROUNDING)
+        assert_same_gradients(result[kind]["grads"], model)
+        assert torch.equal(result[kind]["text"], text)
+    saved = KDAForCausalLM.from_pretrained(f"{results[0]['folder']}/{kind}")
+    assert all(torch.equal(p, q) for p, q in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+def test_tensor_parallelism_shards_the_large_matrices(results):
+    names = {name for name, _ in tiny_model(STAGES_IN_USE, mlp_gated=True).named_parameters()}
+    large = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "embed_tokens.weight")
+    large += ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    expected = {name for name in names if name.endswith(large) and "output_gate" not in name}
+    assert expected <= results[0]["tensor_parallel"]["sharded"]
+
+
+@pytest.mark.parametrize("distributed_config", [DistributedConfig(pp_size=2), {"pp_size": 2}], ids=["object", "dict"])
+def test_pipeline_stages_are_refused(distributed_config, tmp_path):
+    tiny_model("kda").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="pp_size must be 1, got 2"):
+        KDAForCausalLM.from_pretrained(tmp_path, distributed_config=distributed_config)
