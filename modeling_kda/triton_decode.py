@@ -38,7 +38,6 @@ MAX_TAPS = 4
 MAX_STEP_VALUES = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2}
-DECAYS = {None: 0, "head": 1, "channel": 2}
 WRITES = {"one": 0, "beta": 1, "step": 2}
 
 
@@ -59,42 +58,45 @@ def triton_recurrent_delta_rule(
 
     Raises: ValueError for what `supports` denies.
     """
-    reason = unsupported_reason(q, k, v, beta, log_decay, state, inplace=inplace)
+    reason = unsupported(q, k, v, beta, log_decay, state, inplace=inplace)
     if reason:
         raise ValueError(reason)
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    (B, T, HV, V), K = v.shape, q.shape[-1]
     o = torch.empty(B, T, HV, V, dtype=v.dtype, device=v.device)
-    decay = 0 if log_decay is None else (2 if log_decay.shape[-1] == K and K > 1 else 1)
-    if decay == 2:
-        log_decay = _unit_stride(log_decay)
     final = state if inplace else torch.empty(B, HV, K, V, dtype=torch.float32, device=v.device)
     if state is not None and not inplace:
         state = state.contiguous()
     if o.numel() == 0 or K == 0:
         return o.zero_(), final if inplace else (final.zero_() if state is None else final.copy_(state))
+    _launch_recurrence(q, k, v, beta, log_decay, state, final, o, erase, K**-0.5 if scale is None else scale)
+    return o, final
+
+
+def _launch_recurrence(q, k, v, beta, log_decay, state, final, o, erase, scale):
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    decay = _decay_kind(log_decay, K)
+    log_decay = _unit_stride(log_decay) if decay == 2 else log_decay
     BK, BV, num_warps = _recurrent_config(B * HV, K, V)
     NV = triton.cdiv(V, BV)
     with _on_device(q):
         recurrent_delta_rule_kernel[(B * HV * NV,)](
             q, k, v, beta, log_decay, state, final, o,
-            K**-0.5 if scale is None else scale, T, H, HV, NV,
+            scale, T, H, HV, NV,
             *_strides(q, 3), *_strides(k, 3), *_strides(v, 3),
             *_strides(beta, 3), *_strides(log_decay, 3), *_strides(state, 2), *_strides(final, 2),
             K=K, V=V, BK=BK, BV=BV,
             DECAY=decay, ERASE=erase, HAS_BETA=beta is not None, HAS_STATE=state is not None, ONE_TOKEN=T == 1,
             num_warps=num_warps,
         )  # fmt: skip
-    return o, final
 
 
 def supports(q, k, v, beta=None, log_decay=None, state=None, *, inplace=False):
-    """Whether `triton_recurrent_delta_rule` takes these arguments; `unsupported_reason` says why not."""
-    return unsupported_reason(q, k, v, beta, log_decay, state, inplace=inplace) is None
+    """Whether `triton_recurrent_delta_rule` takes these arguments; `unsupported` says why not."""
+    return unsupported(q, k, v, beta, log_decay, state, inplace=inplace) is None
 
 
-def unsupported_reason(q, k, v, beta=None, log_decay=None, state=None, *, inplace=False):
+def unsupported(q, k, v, beta=None, log_decay=None, state=None, *, inplace=False):
     """None, or one line that says which argument of `triton_recurrent_delta_rule` does not fit."""
     given = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state}
     reason = _unfit_tensors({name: x for name, x in given.items() if x is not None})
@@ -192,27 +194,10 @@ def _recurrent_config(heads, K, V):
 
 
 def triton_decode_step(
-    q,
-    k,
-    v,
-    state,
-    window=None,
-    conv_weights=None,
-    beta_logits=None,
-    decay_logits=None,
-    A_log=None,
-    dt_bias=None,
-    norm_weight=None,
-    gate_logits=None,
-    *,
-    erase,
-    unit_keys,
-    write="beta",
-    activation=None,
-    lower_bound=None,
-    scale=None,
-    eps=1e-5,
-):
+    q, k, v, state, window=None, conv_weights=None, beta_logits=None, decay_logits=None, A_log=None, dt_bias=None,
+    norm_weight=None, gate_logits=None,
+    *, erase, unit_keys, write="beta", activation=None, lower_bound=None, scale=None, eps=1e-5,
+):  # fmt: skip
     """One token of a recurrent layer between its input and its output projections, one launch.
 
     Args:
@@ -235,20 +220,27 @@ def triton_decode_step(
     Raises: ValueError for what `supports_step` denies.
     """
     given = q, k, v, state, window, conv_weights, beta_logits, decay_logits, A_log, dt_bias, norm_weight, gate_logits
-    reason = unsupported_step_reason(*given, write=write, activation=activation, lower_bound=lower_bound)
+    reason = unsupported_step(*given, write=write, activation=activation, lower_bound=lower_bound)
     if reason:
         raise ValueError(reason)
-    B, _, H, K = q.shape
-    HV, V = v.shape[2:]
-    y = torch.empty(B, 1, HV * V, dtype=v.dtype, device=v.device)
-    if B == 0:
-        return y
+    y = torch.empty(v.shape[0], 1, v.shape[2] * v.shape[3], dtype=v.dtype, device=v.device)
+    if y.numel():
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        _launch_step(*given, y, erase, unit_keys, write, activation, lower_bound, scale, eps)
+    return y
+
+
+def _launch_step(
+    q, k, v, state, window, conv_weights, beta_logits, decay_logits, A_log, dt_bias, norm_weight, gate_logits, y,
+    erase, unit_keys, write, activation, lower_bound, scale, eps,
+):  # fmt: skip
+    (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
+    q, k, v, gate_logits = (None if x is None else _unit_stride(x) for x in (q, k, v, gate_logits))
     taps = 1 if conv_weights is None else conv_weights[0].shape[-1]
     # without convolution nothing is read through these, but pointers they must be
     q_weight, k_weight, v_weight = (q, k, v) if conv_weights is None else (w.contiguous() for w in conv_weights)
     window = q if window is None else window
-    decay = 0 if decay_logits is None else (2 if decay_logits.shape[-1] == K and K > 1 else 1)
-    q, k, v, gate_logits = (None if x is None else _unit_stride(x) for x in (q, k, v, gate_logits))
+    decay = _decay_kind(decay_logits, K)
     decay_logits = _unit_stride(decay_logits) if decay == 2 else decay_logits
     A_log, dt_bias, norm_weight = (None if x is None else x.contiguous() for x in (A_log, dt_bias, norm_weight))
     BK, BV, num_warps = _step_config(K, V)
@@ -256,7 +248,7 @@ def triton_decode_step(
         decode_step_kernel[(B * H,)](
             q, k, v, window, q_weight, k_weight, v_weight, beta_logits, decay_logits, A_log, dt_bias,
             norm_weight, gate_logits, state, y,
-            K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, eps, H,
+            scale, 0.0 if lower_bound is None else lower_bound, eps, H,
             *_step_strides(q), *_step_strides(k), *_step_strides(v), *_strides(window, 2),
             *_step_strides(beta_logits), *_step_strides(decay_logits), *_strides(gate_logits, 1), *_strides(state, 2),
             GROUP=HV // H, K=K, V=V, BK=BK, BV=BV,
@@ -265,77 +257,68 @@ def triton_decode_step(
             HAS_NORM=norm_weight is not None, HAS_GATE=gate_logits is not None,
             num_warps=num_warps,
         )  # fmt: skip
-    return y
 
 
 def supports_step(*args, **kwargs):
-    """Whether `triton_decode_step` takes these arguments; `unsupported_step_reason` says why not."""
-    return unsupported_step_reason(*args, **kwargs) is None
+    """Whether `triton_decode_step` takes these arguments; `unsupported_step` says why not."""
+    return unsupported_step(*args, **kwargs) is None
 
 
-def unsupported_step_reason(
-    q,
-    k,
-    v,
-    state,
-    window=None,
-    conv_weights=None,
-    beta_logits=None,
-    decay_logits=None,
-    A_log=None,
-    dt_bias=None,
-    norm_weight=None,
-    gate_logits=None,
-    *,
-    write="beta",
-    activation=None,
-    lower_bound=None,
-    **_,
-):
+def unsupported_step(
+    q, k, v, state, window=None, conv_weights=None, beta_logits=None, decay_logits=None, A_log=None, dt_bias=None,
+    norm_weight=None, gate_logits=None, *, write="beta", activation=None, lower_bound=None, **_,
+):  # fmt: skip
     """None, or one line that says which argument of `triton_decode_step` does not fit."""
-    weights = {} if conv_weights is None else dict(zip(("q_conv", "k_conv", "v_conv"), conv_weights, strict=True))
-    named = {"q": q, "k": k, "v": v, "state": state, "window": window, **weights, "beta_logits": beta_logits}
-    named |= {"decay_logits": decay_logits, "A_log": A_log, "dt_bias": dt_bias}
-    named |= {"norm_weight": norm_weight, "gate_logits": gate_logits}
-    reason = _unfit_tensors({name: x for name, x in named.items() if x is not None})
-    if reason:
-        return reason
     if q.dim() != 4 or q.shape[1] != 1 or k.shape != q.shape:
         return f"the layer step takes one token, q and k [B, 1, H, K], got {list(q.shape)} and {list(k.shape)}"
     B, _, H, K = q.shape
-    if v.dim() != 4 or v.shape[:2] != (B, 1) or v.shape[2] % H:
+    if v.dim() != 4 or v.shape[:2] != (B, 1) or H == 0 or v.shape[2] % H:
         return f"v must be [B, 1, HV, V] with B = {B} and HV a multiple of {H}, got {list(v.shape)}"
     HV, V = v.shape[2:]
     if K > MAX_CHANNELS or V > MAX_STEP_VALUES:
         return f"the layer step takes K up to {MAX_CHANNELS} and V up to {MAX_STEP_VALUES}, got K = {K} and V = {V}"
-    channels = 2 * H * K + HV * V
-    taps = 1 if conv_weights is None else conv_weights[0].shape[-1]
-    if taps > MAX_TAPS or (conv_weights is not None and taps < 2):
-        return f"the convolution kernel takes 2 to {MAX_TAPS} taps, got {taps}"
-    if activation not in ACTIVATIONS:
-        return f"the activation must be one of {list(ACTIVATIONS)}, got {activation!r}"
-    if write not in WRITES or (write == "step" and decay_logits is None):
-        return f"write must be one of {list(WRITES)}, and 'step' needs decay_logits; got {write!r}"
     if (window is None) != (conv_weights is None):
         return "window and conv_weights belong together, got only one of them"
     if (decay_logits is None) != (A_log is None) or (A_log is None) != (dt_bias is None):
         return "decay_logits, A_log and dt_bias belong together, got only some of them"
+    taps = 1 if conv_weights is None else conv_weights[0].shape[-1]
+    channels = 1 if decay_logits is None else decay_logits.shape[-1]
+    if taps > MAX_TAPS or (conv_weights is not None and taps < 2):
+        return f"the convolution kernel takes 2 to {MAX_TAPS} taps, got {taps}"
+    reason = _unfit_step_options(channels, K, write, activation, beta_logits, decay_logits, lower_bound)
+    if reason:
+        return reason
+    q_weight, k_weight, v_weight = (None,) * 3 if conv_weights is None else conv_weights
+    wanted = {
+        "q": (q, (B, 1, H, K)), "k": (k, (B, 1, H, K)), "v": (v, (B, 1, HV, V)), "state": (state, (B, HV, K, V)),
+        "window": (window, (B, taps - 1, 2 * H * K + HV * V)), "q's convolution": (q_weight, (H * K, 1, taps)),
+        "k's convolution": (k_weight, (H * K, 1, taps)), "v's convolution": (v_weight, (HV * V, 1, taps)),
+        "beta_logits": (beta_logits, (B, 1, HV)), "decay_logits": (decay_logits, (B, 1, HV, channels)),
+        "A_log": (A_log, (HV,)), "dt_bias": (dt_bias, (HV * channels,)),
+        "norm_weight": (norm_weight, (V,)), "gate_logits": (gate_logits, (B, 1, HV * V)),
+    }  # fmt: skip
+    wanted = {name: (x, shape) for name, (x, shape) in wanted.items() if x is not None}
+    for name, (x, shape) in wanted.items():
+        if x.shape != shape:
+            return f"{name} must be {list(shape)}, got {list(x.shape)}"
+    if window is not None and window.stride(-1) != 1:
+        return f"window must be contiguous in its channels to be replaced in place, got strides {window.stride()}"
+    return _unfit_tensors({name: x for name, (x, _) in wanted.items()}) or _unfit_inplace(state)
+
+
+def _unfit_step_options(channels, K, write, activation, beta_logits, decay_logits, lower_bound):
+    """None, or why these options do not go together."""
+    if activation not in ACTIVATIONS:
+        return f"the activation must be one of {list(ACTIVATIONS)}, got {activation!r}"
+    if write not in WRITES:
+        return f"write must be one of {list(WRITES)}, got {write!r}"
     if (beta_logits is not None) != (write == "beta"):
         return f"beta_logits and write='beta' belong together, got write={write!r}"
-    decay = 0 if decay_logits is None else decay_logits.shape[-1]
-    if decay_logits is not None and (decay not in (1, K) or (write == "step" and (decay != 1 or lower_bound))):
-        got = list(decay_logits.shape)
-        return f"decay_logits must end in 1 or K = {K}, and in 1 and be unbounded with write='step', got {got}"
-    wanted = {"state": (B, HV, K, V), "window": (B, taps - 1, channels), "beta_logits": (B, 1, HV)}
-    wanted |= {"q_conv": (H * K, 1, taps), "k_conv": (H * K, 1, taps), "v_conv": (HV * V, 1, taps)}
-    wanted |= {"decay_logits": (B, 1, HV, decay), "A_log": (HV,), "dt_bias": (HV * decay,)}
-    wanted |= {"norm_weight": (V,), "gate_logits": (B, 1, HV * V)}
-    for name, shape in wanted.items():
-        if named.get(name) is not None and named[name].shape != shape:
-            return f"{name} must be {list(shape)}, got {list(named[name].shape)}"
-    if window is not None and window.stride(-1) != 1:
-        return "window must be contiguous in its channels to be replaced in place"
-    return _unfit_inplace(state)
+    if channels not in (1, K):
+        return f"decay_logits must end in 1 or K = {K}, got {channels}"
+    if write == "step" and (decay_logits is None or channels != 1 or lower_bound is not None):
+        return "write='step' needs decay_logits of one channel per head and the softplus gate, got others"
+    return None
 
 
 @triton.jit
@@ -536,6 +519,11 @@ def _unfit_inplace(state):
             f"{state.stride()}"
         )
     return None
+
+
+def _decay_kind(x, K):
+    """0 without decay, 1 for one rate per head, 2 for one per channel; x ends in 1 or K."""
+    return 0 if x is None else 2 if x.shape[-1] == K and K > 1 else 1
 
 
 def _unit_stride(x):

@@ -47,9 +47,9 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
 
     Returns: y [B, T, C] in x's dtype, and the window for the next call [B, W-1, C] (it may share memory with x).
 
-    Raises: ValueError for what `unsupported_convolution_reason` names.
+    Raises: ValueError for what `unsupported_convolution` names.
     """
-    reason = unsupported_convolution_reason(x, weight, window, age=age, activation=activation)
+    reason = unsupported_convolution(x, weight, window, age=age, activation=activation)
     if reason:
         raise ValueError(reason)
     y = ShortConvolutionFunction.apply(x, weight, window, age, ACTIVATIONS[activation])
@@ -60,7 +60,7 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
     return y, torch.cat([window, x], 1)[:, x.shape[1] :]
 
 
-def unsupported_convolution_reason(x, weight, window=None, *, age=None, activation=None):
+def unsupported_convolution(x, weight, window=None, *, age=None, activation=None):
     """None, or one line that says which argument of `triton_short_convolution` does not fit."""
     given = {"x": x, "weight": weight, "window": window}
     reason = _unfit_tensors({name: tensor for name, tensor in given.items() if tensor is not None})
@@ -328,15 +328,15 @@ def triton_gated_norm(o, weight, gate=None, *, eps):
 
     Returns: y, shaped as o, in o's dtype.
 
-    Raises: ValueError for what `unsupported_norm_reason` names.
+    Raises: ValueError for what `unsupported_norm` names.
     """
-    reason = unsupported_norm_reason(o, weight, gate)
+    reason = unsupported_norm(o, weight, gate)
     if reason:
         raise ValueError(reason)
     return GatedNormFunction.apply(o, weight, gate, eps)
 
 
-def unsupported_norm_reason(o, weight, gate=None):
+def unsupported_norm(o, weight, gate=None):
     """None, or one line that says which argument of `triton_gated_norm` does not fit."""
     given = {"o": o, "weight": weight, "gate": gate}
     reason = _unfit_tensors({name: tensor for name, tensor in given.items() if tensor is not None})
