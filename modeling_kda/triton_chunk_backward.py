@@ -31,8 +31,10 @@ from .triton_chunk_forward import (
     head_sums,
     level_pairs,
     load_beta,
+    load_factors,
+    load_gate,
     load_key_block,
-    load_total,
+    load_values,
     locate_chunk,
     locate_sequence,
     sum_steps,
@@ -85,8 +87,20 @@ def reverse_scan_kernel(
         if HAS_FINAL:
             b_ds += tl.load(d_final + p_io, mask=m_vk, other=0.0).to(tl.float32)
 
+    i_next = tl.maximum(end - 1, 0)
+    b_do = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT)
+    b_e = load_values(errors, bos, i_next, length, i_hv, o_v, HV, V, BT)
+    b_beta, b_total, b_rq, b_rk, b_ro = load_factors(
+        beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+    )
     for i_back in range(0, end - start):
         i_t = end - 1 - i_back
+        i_next = tl.maximum(i_t - 1, start)
+        b_do_next = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT)
+        b_e_next = load_values(errors, bos, i_next, length, i_hv, o_v, HV, V, BT)
+        b_beta_next, b_total_next, b_rq_next, b_rk_next, b_ro_next = load_factors(
+            beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+        )
         i_slot = (first + i_t).to(tl.int64) * HV + i_hv
         i_row = bos + i_t * BT
         m_t = i_t * BT + o_i < length
@@ -94,38 +108,41 @@ def reverse_scan_kernel(
         o_value = (i_row * HV + i_hv) * V
         o_block = o_i[None, :] * (HV * V) + o_v[:, None]
         m_vt = m_v[:, None] & m_t[None, :]
-        o_matrix = o_i[:, None] * BT + o_i[None, :]
-        b_beta = load_beta(beta, i_row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-        b_do = tl.load(do + o_value + o_block, mask=m_vt, other=0.0)
-        b_half = b_ds.to(DT)
+        o_matrix = i_slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
         if SEGMENT != 1:
             p_s = i_slot * V * KP + o_v[:, None] * KP + o_k[None, :]
             tl.store(d_states + p_s, b_ds.to(d_states.dtype.element_ty), mask=m_v[:, None])
         b_kt = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
-        b_d = tl.dot(b_half, b_kt, input_precision="tf32x3")
+        b_d = tl.dot(b_ds.to(DT), b_kt, input_precision="tf32x3")
         if DECAY != 2:
-            b_d *= tl.load(row_out + i_slot * BT + o_i)[None, :]
-        b_p = tl.load(scores + i_slot * BT * BT + o_matrix).to(DT)
-        b_d += tl.dot(b_do.to(DT), b_p, input_precision="tf32x3")
+            b_d *= b_ro[None, :]
+        b_p = tl.load(scores + o_matrix).to(DT)
+        b_d = tl.dot(b_do.to(DT), b_p, b_d, input_precision="tf32x3")
         if ERASE:
-            b_z = tl.load(erasing + i_slot * BT * BT + o_matrix).to(DT)
+            b_z = tl.load(erasing + o_matrix).to(DT)
             b_d -= tl.dot((b_d * b_beta[None, :]).to(DT), b_z, input_precision="tf32x3")
         if SEGMENT != 1:
-            b_e = tl.load(errors + o_value + o_block, mask=m_vt, other=0.0).to(tl.float32)
-            tl.store(d_beta + (i_v.to(tl.int64) * num_rows + i_row) * HV + i_hv + o_i * HV, tl.sum(b_e * b_d, 0), mask=m_t)
+            b_db = tl.sum(b_e.to(tl.float32) * b_d, 0)
+            tl.store(d_beta + (i_v.to(tl.int64) * num_rows + i_row) * HV + i_hv + o_i * HV, b_db, mask=m_t)
         b_d *= b_beta[None, :]
         if SEGMENT != 1:
             tl.store(dv + o_value + o_block, b_d.to(dv.dtype.element_ty), mask=m_vt)
-        b_ds *= load_total(total, i_slot, KP, DECAY)
-        if DECAY != 2:
-            b_do = b_do.to(tl.float32) * tl.load(row_q + i_slot * BT + o_i)[None, :]
+        b_ds *= b_total[None, :] if DECAY == 2 else b_total
         b_q = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
-        b_ds += tl.dot(b_do.to(DT), b_q, input_precision="tf32x3")
+        b_read = b_do if DECAY == 2 else b_do.to(tl.float32) * b_rq[None, :]
+        b_ds = tl.dot(b_read.to(DT), b_q, b_ds, input_precision="tf32x3")
         if ERASE:
             if DECAY != 2:
-                b_d *= tl.load(row_k + i_slot * BT + o_i)[None, :]
+                b_d *= b_rk[None, :]
             b_k = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
-            b_ds += tl.dot((-b_d).to(DT), b_k, input_precision="tf32x3")
+            b_ds = tl.dot((-b_d).to(DT), b_k, b_ds, input_precision="tf32x3")
+        b_do = b_do_next
+        b_e = b_e_next
+        b_beta = b_beta_next
+        b_total = b_total_next
+        b_rq = b_rq_next
+        b_rk = b_rk_next
+        b_ro = b_ro_next
 
     if SEGMENT == 1:
         tl.store(segment_state + p_run, b_ds)
@@ -257,21 +274,19 @@ def chunk_gradient_kernel(
         b_k *= b_rk[:, None]
 
     if DECAY == 2:
-        p_gate = (first_row * HV + i_hv) * K + o_i[:, None] * (HV * K) + o_k[None, :]
-        b_x = tl.load(log_decay + p_gate, mask=m_tk, other=0.0).to(tl.float32)
         rate = 1.0
-        b_bias = tl.zeros([BK], tl.float32)
         if GATE:
             rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-            b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_g = activate_gate(b_x, b_bias[None, :], rate, lower_bound, m_tk, GATE)
-        b_e = tl.exp(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
+            dt_bias += i_hv * K
+        p_gate = log_decay + (first_row * HV + i_hv) * K
+        b_g = load_gate(p_gate, dt_bias, o_i * (HV * K), o_k, m_t, rate, lower_bound, K, GATE)
+        b_e = tl.exp2(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
         b_dq *= b_e * scale
         b_kp *= b_e
-        b_kn *= tl.exp(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
-        b_left = b_left * tl.exp(tl.sum(b_g, 0)) + tl.sum(b_k * b_kn, 0)
+        b_kn *= tl.exp2(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
+        b_left = b_left * tl.exp2(tl.sum(b_g, 0)) + tl.sum(b_k * b_kn, 0)
         for i_l in range(NUM_LEVELS):
-            b_e = tl.exp(sum_steps(steps, i_l, b_g, BT, PRECISE))
+            b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE))
             b_ke = (b_k * b_e).to(DT)
             b_qe = (b_q * b_e).to(DT)
             m_pair = level_pairs(i_l, BT, False)
@@ -333,18 +348,21 @@ def chunk_gradient_kernel(
         tl.store(d_gate + i_k.to(tl.int64) * num_rows * HV + i_row + o_i * HV, b_dh, mask=m_t)
     elif DECAY == 2:
         m_from = tl.load(steps + (NUM_LEVELS + 2) * BT * BT + o_matrix)
-        b_dg = tl.where(m_tk & (b_g > SMALLEST_LOG_DECAY), exact_dot(m_from, b_dg, True) + b_left[None, :], 0.0)
+        b_dg = exact_dot(m_from, b_dg, True) + b_left[None, :]
+        b_x = tl.load(p_gate + o_i[:, None] * (HV * K) + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
         if GATE:
-            if GATE == 1:
-                b_dx = -b_dg * rate * tl.sigmoid(b_x + b_bias[None, :])
-                b_rate = tl.sum(tl.sum(b_dg * b_g, 1), 0)
-            else:
-                b_share = b_g / lower_bound
-                b_slope = b_dg * lower_bound * b_share * (1.0 - b_share)
-                # a saturated gate has slope 0, whatever its rate
-                b_dx = tl.where(b_slope == 0.0, 0.0, b_slope * rate)
-                b_rate = tl.sum(tl.sum(b_dx * (b_x + b_bias[None, :]), 1), 0)
-            b_dg = b_dx
-            tl.store(d_rate + slot * (KP // BK) + i_k, b_rate)
-            tl.store(d_bias + slot * K + o_k, tl.sum(b_dx, 0), mask=m_k)
+            b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+        b_g = activate_gate(b_x, 0.0, rate, lower_bound, m_tk, GATE)
+        b_dg = tl.where(m_tk & (b_g > SMALLEST_LOG_DECAY), b_dg, 0.0)
+        if GATE == 1:
+            tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(tl.sum(b_dg * b_g, 1), 0))
+            b_dg *= -rate * tl.sigmoid(b_x)
+        elif GATE == 2:
+            b_share = tl.sigmoid(rate * b_x)
+            b_slope = b_dg * lower_bound * b_share * (1.0 - b_share)
+            # a saturated gate has slope 0, whatever its rate
+            b_dg = tl.where(b_slope == 0.0, 0.0, b_slope * rate)
+            tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(tl.sum(b_dg * b_x, 1), 0))
+        if GATE:
+            tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 0), mask=m_k)
         tl.store(d_gate + o_grad, b_dg.to(d_gate.dtype.element_ty), mask=m_tk)

@@ -27,6 +27,7 @@ except ImportError as error:
 
 # exp of anything below is 0 in fp32, so that clamping a step there changes no bit, and sums stay in fp16's range
 SMALLEST_LOG_DECAY = tl.constexpr(-110.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bit patterns of bf16 operands
 BF16_OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
 
@@ -91,25 +92,16 @@ def sum_steps(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
     o_i = tl.arange(0, BT)
     # loaded, because a mask computed here would cost registers and go to shared memory anyway
     m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
-    if PRECISE:
-        b_sum = exact_dot(m, b_g, True)
-    else:
-        b_sum = tl.dot(m, b_g.to(tl.float16))
-    return b_sum
+    return exact_dot(m, b_g, True) if PRECISE else tl.dot(m, b_g.to(tl.float16))
 
 
 @triton.jit
 def level_pairs(i_l, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
     """[BT, BT] mask of the pairs (later row i in a right half, earlier row j in the left half beside it)."""
     # built from rows and columns that depend on the level: a mask made in 2D would sit in registers across the loop
-    i_half = tl.arange(0, BT) >> i_l
-    right = tl.where((i_half & 1) == 1, i_half, -1)
-    left = tl.where((i_half & 1) == 0, i_half + 1, -2)
-    if TRANSPOSED:
-        m_pair = left[:, None] == right[None, :]
-    else:
-        m_pair = right[:, None] == left[None, :]
-    return m_pair
+    left = tl.arange(0, BT) >> i_l
+    right = tl.where((left & 1) == 1, left - 1, -1)
+    return left[:, None] == right[None, :] if TRANSPOSED else right[:, None] == left[None, :]
 
 
 @triton.jit
@@ -162,28 +154,62 @@ def softplus(x):
 
 @triton.jit
 def activate_gate(b_x, b_bias, rate, lower_bound, m, GATE: tl.constexpr):
-    """Log-decays from gate logits: GATE 0 as they are, 1 -rate softplus(x + bias), 2 bound sigmoid(rate (x + bias))."""
+    """Log-decays: GATE 0 given, or from logits, 1 -rate softplus(x + bias), 2 bound sigmoid(rate (x + bias))."""
     if GATE == 1:
         b_x = -rate * softplus(b_x + b_bias)
     elif GATE == 2:
         b_x = lower_bound * tl.sigmoid(rate * (b_x + b_bias))
-    return tl.where(m, tl.maximum(b_x, SMALLEST_LOG_DECAY), 0.0)
+    if GATE:
+        b_x = tl.where(m, b_x, 0.0)
+    return tl.maximum(b_x, SMALLEST_LOG_DECAY)
 
 
 @triton.jit
-def invert(b_n, b_beta, BT: tl.constexpr, NUM_LEVELS: tl.constexpr, DT: tl.constexpr):
-    """Z = N (I + diag(beta) N)^-1 by block doubling: the recursive 2x2 block inverse, which uses no power of N."""
-    b_z = tl.where(level_pairs(0, BT, False), b_n, 0.0)
-    for i_l in range(1, NUM_LEVELS):
-        b_m = tl.where(level_pairs(i_l, BT, False), b_n, 0.0)
-        b_m -= tl.dot((b_m * b_beta[None, :]).to(DT), b_z.to(DT), input_precision="tf32x3")
-        b_z += b_m - tl.dot((b_z * b_beta[None, :]).to(DT), b_m.to(DT), input_precision="tf32x3")
-    return b_z
+def load_rows(x, o_row, o_k, m_t, b_r, K: tl.constexpr):
+    """[BT, BK] of q or k in fp32, times a factor per row."""
+    m_tk = m_t[:, None] & (o_k < K)[None, :]
+    return tl.load(x + o_row[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_r[:, None]
+
+
+@triton.jit
+def load_gate(gate, dt_bias, o_row, o_k, m_t, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr):
+    """[BT, BK] log-decays in units of log 2, 0 outside."""
+    m_k = o_k < K
+    m_tk = m_t[:, None] & m_k[None, :]
+    b_x = tl.load(gate + o_row[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
+    if GATE:
+        b_bias = tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_g = activate_gate(b_x, b_bias[None, :], rate, lower_bound, m_tk, GATE)
+    else:
+        b_g = activate_gate(b_x, 0.0, rate, lower_bound, m_tk, GATE)
+    return b_g * LOG2_E
+
+
+@triton.jit
+def store_decayed(
+    b_q, b_k, b_g, steps, q_in, k_in, k_out, o_block, scale,
+    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """scale q e^G, k e^G and k e^{G_C - G} of one block of key channels."""
+    b_in = tl.exp2(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
+    tl.store(q_in + o_block, (b_q * (b_in * scale)).to(q_in.dtype.element_ty))
+    tl.store(k_in + o_block, (b_k * b_in).to(k_in.dtype.element_ty))
+    b_out = tl.exp2(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
+    tl.store(k_out + o_block, (b_k * b_out).to(k_out.dtype.element_ty))
+
+
+@triton.jit
+def invert_level(b_x, b_m, DT: tl.constexpr):
+    """Block doubling, the recursive 2x2 block inverse: X holds the inverses of the diagonal blocks of I - M_all, and b_m
+    what couples them in pairs. No power of a matrix is taken, and fp16 operands suffice."""
+    b_half = b_x.to(DT)
+    b_m = tl.dot(b_m.to(DT), b_half, input_precision="tf32x3")
+    return tl.dot(b_half, b_m.to(DT), b_x, input_precision="tf32x3")
 
 
 @triton.jit
 def prep_kernel(
-    q, k, log_decay, beta, A_log, dt_bias, cu_seqlens, steps,       # inputs
+    q, k, gate, beta, A_log, dt_bias, cu_seqlens, steps,                      # inputs
     q_in, k_in, k_out, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,  # per slot
     scale, lower_bound, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
@@ -192,8 +218,7 @@ def prep_kernel(
     QK_NORM: tl.constexpr, GATE: tl.constexpr, RAW_BETA: tl.constexpr,
     PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """P and Z of one chunk of one value head, and with DECAY = 2 (per channel) also scale q e^G, k e^G, k e^{G_C - G}
-    and e^{G_C}; with DECAY = 1 (per head) or 0 the factors of the rows of q and k that give the same three, and e^{G_C}.
+    """P and Z of one chunk of one value head with decay per channel, scale q e^G, k e^G, k e^{G_C - G} and e^{G_C}.
     DT: dtype of the operands that are multiplied here."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
@@ -202,16 +227,14 @@ def prep_kernel(
         return
     o_i = tl.arange(0, BT)
     m_t = i_t * BT + o_i < length
-    first_row = bos + i_t * BT
+    row = bos + i_t * BT
     slot = i_s.to(tl.int64) * HV + i_hv
     # 64-bit offsets once per block, 32-bit inside it
-    q += (first_row * H + i_hv // (HV // H)) * K
-    k += (first_row * H + i_hv // (HV // H)) * K
+    q += (row * H + i_hv // (HV // H)) * K
+    k += (row * H + i_hv // (HV // H)) * K
+    gate += (row * HV + i_hv) * K
     o_key = o_i * (H * K)
-    o_gate = o_i * HV
-
-    b_p = tl.zeros([BT, BT], tl.float32)
-    b_n = tl.zeros([BT, BT], tl.float32)
+    o_gate = o_i * (HV * K)
     b_rq = tl.full([BT], 1.0, tl.float32)
     b_rk = tl.full([BT], 1.0, tl.float32)
     if QK_NORM:
@@ -222,64 +245,128 @@ def prep_kernel(
     rate = 1.0
     if GATE:
         rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        dt_bias += i_hv * K
 
-    for i_k in range(0, KP, BK):
-        o_k = i_k + tl.arange(0, BK)
-        m_k = o_k < K
-        m_tk = m_t[:, None] & m_k[None, :]
-        b_q = tl.load(q + o_key[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rq[:, None]
-        b_k = tl.load(k + o_key[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_rk[:, None]
-        if DECAY == 2:
-            p_g = log_decay + (first_row * HV + i_hv) * K
-            b_g = tl.load(p_g + o_gate[:, None] * K + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-            b_bias = tl.zeros([BK], tl.float32)
-            if GATE:
-                b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_g = activate_gate(b_g, b_bias[None, :], rate, lower_bound, m_tk, GATE)
-            o_block = o_i[:, None] * KP + o_k[None, :]
-            b_in = tl.exp(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
-            tl.store(q_in + slot * BT * KP + o_block, (b_q * b_in * scale).to(q_in.dtype.element_ty))
-            tl.store(k_in + slot * BT * KP + o_block, (b_k * b_in).to(k_in.dtype.element_ty))
-            b_out = tl.exp(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
-            tl.store(k_out + slot * BT * KP + o_block, (b_k * b_out).to(k_out.dtype.element_ty))
-            tl.store(total + slot * KP + o_k, tl.exp(tl.sum(b_g, 0)))
-            b_p += tl.where(o_i[:, None] == o_i[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-            for i_l in range(NUM_LEVELS):
-                m_pair = level_pairs(i_l, BT, False)
-                b_e = tl.exp(sum_steps(steps, i_l, b_g, BT, PRECISE))
-                b_ke = (b_k * b_e).to(DT)
-                b_p += tl.where(m_pair, tl.dot((b_q * b_e).to(DT), tl.trans(b_ke), input_precision="tf32x3"), 0.0)
-                if ERASE:
-                    b_n += tl.where(m_pair, tl.dot(b_ke, tl.trans(b_ke), input_precision="tf32x3"), 0.0)
-        else:
-            b_kt = tl.trans(b_k.to(DT))
-            b_p += tl.dot(b_q.to(DT), b_kt, input_precision="tf32x3")
+    tl.static_assert(KP <= 2 * BK, "the key channels are taken in one or two blocks")
+    o_block = slot * BT * KP + o_i[:, None] * KP
+    o_k = tl.arange(0, BK)
+    b_q = load_rows(q, o_key, o_k, m_t, b_rq, K)
+    b_k = load_rows(k, o_key, o_k, m_t, b_rk, K)
+    b_g = load_gate(gate, dt_bias, o_gate, o_k, m_t, rate, lower_bound, K, GATE)
+    store_decayed(b_q, b_k, b_g, steps, q_in, k_in, k_out, o_block + o_k[None, :], scale, BT, NUM_LEVELS, PRECISE)
+    tl.store(total + slot * KP + o_k, tl.exp2(tl.sum(b_g, 0)))
+    b_q = b_q.to(DT)
+    b_k = b_k.to(DT)
+    # the diagonal of q k^T needs no decay; the levels fill in the rest
+    b_p = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    if KP > BK:
+        o_k += BK
+        b_q1 = load_rows(q, o_key, o_k, m_t, b_rq, K)
+        b_k1 = load_rows(k, o_key, o_k, m_t, b_rk, K)
+        b_g1 = load_gate(gate, dt_bias, o_gate, o_k, m_t, rate, lower_bound, K, GATE)
+        store_decayed(b_q1, b_k1, b_g1, steps, q_in, k_in, k_out, o_block + o_k[None, :], scale, BT, NUM_LEVELS, PRECISE)
+        tl.store(total + slot * KP + o_k, tl.exp2(tl.sum(b_g1, 0)))
+        b_q1 = b_q1.to(DT)
+        b_k1 = b_k1.to(DT)
+        b_p = tl.dot(b_q1, tl.trans(b_k1), b_p, input_precision="tf32x3")
+    b_p = tl.where(o_i[:, None] == o_i[None, :], b_p, 0.0)
+    b_n = tl.zeros([BT, BT], tl.float32)
+    for i_l in range(NUM_LEVELS):
+        b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE)).to(DT)
+        b_ke = b_k * b_e
+        b_qk = tl.dot(b_q * b_e, tl.trans(b_ke), input_precision="tf32x3")
+        if ERASE:
+            b_kk = tl.dot(b_ke, tl.trans(b_ke), input_precision="tf32x3")
+        if KP > BK:
+            b_e = tl.exp2(sum_steps(steps, i_l, b_g1, BT, PRECISE)).to(DT)
+            b_ke = b_k1 * b_e
+            b_qk = tl.dot(b_q1 * b_e, tl.trans(b_ke), b_qk, input_precision="tf32x3")
             if ERASE:
-                b_n += tl.dot(b_k.to(DT), b_kt, input_precision="tf32x3")
+                b_kk = tl.dot(b_ke, tl.trans(b_ke), b_kk, input_precision="tf32x3")
+        m_pair = level_pairs(i_l, BT, False)
+        b_p = tl.where(m_pair, b_qk, b_p)
+        if ERASE:
+            b_n = tl.where(m_pair, b_kk, b_n)
 
-    if DECAY != 2:
-        b_upto = tl.zeros([BT], tl.float32)
-        b_after = tl.zeros([BT], tl.float32)
-        if DECAY == 1:
-            b_h = tl.load(log_decay + first_row * HV + i_hv + o_gate, mask=m_t, other=0.0).to(tl.float32)
-            b_h = activate_gate(b_h, 0.0, 1.0, lower_bound, m_t, 0)
-            b_d = head_decay_matrix(b_h, BT, False)
-            b_p *= b_d
-            b_n *= b_d
-            b_upto, b_after = head_sums(b_h, BT)
-            tl.store(total + slot, tl.exp(tl.sum(b_h, 0)))
-        tl.store(row_q + slot * BT + o_i, tl.exp(b_upto) * b_rq * scale)
-        tl.store(row_k + slot * BT + o_i, tl.exp(b_upto) * b_rk)
-        tl.store(row_out + slot * BT + o_i, tl.exp(b_after) * b_rk)
-    b_p = tl.where(o_i[:, None] >= o_i[None, :], b_p * scale, 0.0)
-    o_matrix = o_i[:, None] * BT + o_i[None, :]
-    tl.store(scores + slot * BT * BT + o_matrix, b_p.to(scores.dtype.element_ty))
+    o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
+    tl.store(scores + o_matrix, (b_p * scale).to(scores.dtype.element_ty))
     if ERASE:
-        b_beta = load_beta(beta, first_row * HV + i_hv, o_gate, m_t, HAS_BETA, RAW_BETA)
+        b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
+        b_x = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
+        b_m = b_n * -b_beta[None, :]
+        for i_l in range(NUM_LEVELS):
+            b_x = invert_level(b_x, tl.where(level_pairs(i_l, BT, False), b_m, 0.0), DT)
+        b_z = tl.dot(b_x.to(DT), b_n.to(DT), input_precision="tf32x3")
+        tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
+
+
+@triton.jit
+def prep_head_kernel(
+    q, k, log_decay, beta, cu_seqlens,                                         # inputs
+    row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,             # per slot
+    scale, T, NT, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr,
+    QK_NORM: tl.constexpr, RAW_BETA: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """The same with one decay per head (DECAY = 1) or none: P, Z, e^{G_C}, and the factors of the rows of q and k that
+    take the place of decayed copies."""
+    i_s = tl.program_id(0) // HV
+    i_hv = tl.program_id(0) % HV
+    bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
+    if i_t * BT >= length:
+        return
+    o_i = tl.arange(0, BT)
+    m_t = i_t * BT + o_i < length
+    row = bos + i_t * BT
+    slot = i_s.to(tl.int64) * HV + i_hv
+    q += (row * H + i_hv // (HV // H)) * K
+    k += (row * H + i_hv // (HV // H)) * K
+    o_key = o_i * (H * K)
+    b_rq = tl.full([BT], 1.0, tl.float32)
+    b_rk = tl.full([BT], 1.0, tl.float32)
+    if QK_NORM:
+        b_rq = load_inverse_norm(q, o_key, m_t, K, BK, BT)
+        b_rk = load_inverse_norm(k, o_key, m_t, K, BK, BT)
+        tl.store(norm_q + slot * BT + o_i, b_rq)
+        tl.store(norm_k + slot * BT + o_i, b_rk)
+
+    b_p = tl.zeros([BT, BT], tl.float32)
+    b_n = tl.zeros([BT, BT], tl.float32)
+    for i_k in tl.static_range(0, KP, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_q = load_rows(q, o_key, o_k, m_t, b_rq, K).to(DT)
+        b_k = load_rows(k, o_key, o_k, m_t, b_rk, K).to(DT)
+        b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision="tf32x3")
+        if ERASE:
+            b_n = tl.dot(b_k, tl.trans(b_k), b_n, input_precision="tf32x3")
+    b_upto = tl.zeros([BT], tl.float32)
+    b_after = tl.zeros([BT], tl.float32)
+    if DECAY == 1:
+        b_g = tl.load(log_decay + row * HV + i_hv + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_g = activate_gate(b_g, 0.0, 1.0, 0.0, m_t, 0)
+        b_d = head_decay_matrix(b_g, BT, False)
+        b_p *= b_d
+        b_n *= b_d
+        b_upto, b_after = head_sums(b_g, BT)
+        tl.store(total + slot, tl.exp(tl.sum(b_g, 0)))
+    tl.store(row_q + slot * BT + o_i, tl.exp(b_upto) * b_rq * scale)
+    tl.store(row_k + slot * BT + o_i, tl.exp(b_upto) * b_rk)
+    tl.store(row_out + slot * BT + o_i, tl.exp(b_after) * b_rk)
+
+    o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
+    b_p = tl.where(o_i[:, None] >= o_i[None, :], b_p * scale, 0.0)
+    tl.store(scores + o_matrix, b_p.to(scores.dtype.element_ty))
+    if ERASE:
+        b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
         b_n = tl.where(o_i[:, None] > o_i[None, :], b_n, 0.0)
-        tl.store(
-            erasing + slot * BT * BT + o_matrix, invert(b_n, b_beta, BT, NUM_LEVELS, DT).to(erasing.dtype.element_ty)
-        )
+        b_x = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
+        for i_l in range(NUM_LEVELS):
+            b_m = tl.where(level_pairs(i_l, BT, False), b_n * -b_beta[None, :], 0.0)
+            b_x = invert_level(b_x, b_m, DT)
+        b_z = tl.dot(b_x.to(DT), b_n.to(DT), input_precision="tf32x3")
+        tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
 
 
 @triton.jit
@@ -303,15 +390,41 @@ def load_key_block(
 
 
 @triton.jit
-def load_total(total, i_slot, KP: tl.constexpr, DECAY: tl.constexpr):
-    """e^{G_C}, what a chunk leaves of the state before it: [KP], or one number for all."""
+def load_values(
+    x, bos, i_t, length, i_hv, o_v,
+    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """[BV, BT] of one chunk of a tensor [tokens, HV, V]; 0 outside."""
+    o_i = tl.arange(0, BT)[None, :]
+    mask = (o_v < V)[:, None] & (i_t * BT + o_i < length)
+    return tl.load(x + ((bos + i_t * BT) * HV + i_hv) * V + o_i * (HV * V) + o_v[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_factors(
+    beta, total, row_q, row_k, row_out, bos, first, i_t, length, i_hv,
+    HV: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    DECAY: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+):  # fmt: skip
+    """The write strengths of a chunk, e^{G_C} ([KP], or one number for all) and the factors of its rows of q and k."""
+    o_i = tl.arange(0, BT)
+    i_slot = (first + i_t).to(tl.int64) * HV + i_hv
+    b_beta = load_beta(
+        beta, (bos + i_t * BT) * HV + i_hv, o_i * HV, i_t * BT + o_i < length, HAS_BETA, RAW_BETA
+    )
+    b_total = 1.0
+    b_rq = 1.0
+    b_rk = 1.0
+    b_ro = 1.0
     if DECAY == 2:
-        b_total = tl.load(total + i_slot * KP + tl.arange(0, KP))[None, :]
+        b_total = tl.load(total + i_slot * KP + tl.arange(0, KP))
     elif DECAY == 1:
         b_total = tl.load(total + i_slot)
-    else:
-        b_total = 1.0
-    return b_total
+    if DECAY != 2:
+        b_rq = tl.load(row_q + i_slot * BT + o_i)
+        b_rk = tl.load(row_k + i_slot * BT + o_i)
+        b_ro = tl.load(row_out + i_slot * BT + o_i)
+    return b_beta, b_total, b_rq, b_rk, b_ro
 
 
 @triton.jit
@@ -328,8 +441,8 @@ def scan_kernel(
 ):  # fmt: skip
     """O, and the state after the last token, of BV value channels of one head, chunk after chunk.
 
-    SEGMENT 0: whole sequences. 1: only what each run of chunks does to a state, as a sum (V rows) and as a matrix (K more
-    rows: the images of the unit states without values), into segment_state. 2: each run from its state in segment_state.
+    SEGMENT 0: whole sequences. 1: only what each run of chunks does to a state, as a sum (V rows) and as a matrix (K
+    more rows: the images of the unit states without values), into segment_state. 2: each run from its state there.
     SAVE: keep what the backward pass needs, the state before each chunk and the errors.
     """
     i_v = tl.program_id(0)
@@ -367,26 +480,33 @@ def scan_kernel(
         if HAS_STATE:
             b_s += tl.load(state + p_io, mask=m_vk, other=0.0).to(tl.float32)
 
+    i_next = tl.maximum(tl.minimum(start, end - 1), 0)
+    b_v = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT)
+    b_beta, b_total, b_rq, b_rk, b_ro = load_factors(
+        beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+    )
     for i_t in range(start, end):
+        # what no product reads from shared memory is not prefetched for us, and arrives a chunk ahead
+        i_next = tl.minimum(i_t + 1, end - 1)
+        b_v_next = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT)
+        b_beta_next, b_total_next, b_rq_next, b_rk_next, b_ro_next = load_factors(
+            beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+        )
         i_slot = (first + i_t).to(tl.int64) * HV + i_hv
         i_row = bos + i_t * BT
-        m_t = i_t * BT + o_i < length
-        p_v = ((i_row + o_i[None, :]) * HV + i_hv) * V + o_v[:, None]
-        m_vt = m_v[:, None] & m_t[None, :]
-        b_beta = load_beta(beta, i_row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-        b_u = tl.load(v + p_v, mask=m_vt, other=0.0).to(tl.float32)
+        p_v = (i_row * HV + i_hv) * V + o_i[None, :] * (HV * V) + o_v[:, None]
+        m_vt = m_v[:, None] & (i_t * BT + o_i < length)[None, :]
+        o_turned = i_slot * BT * BT + o_i[None, :] * BT + o_i[:, None]
+        b_u = b_v.to(tl.float32)
         b_half = b_s.to(DT)
         if SAVE:
-            p_s = (i_slot * V + o_v[:, None]) * KP + o_k[None, :]
+            p_s = i_slot * V * KP + o_v[:, None] * KP + o_k[None, :]
             tl.store(chunk_states + p_s, b_half, mask=m_v[:, None])
         if ERASE:
             b_kt = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
             b_y = tl.dot(b_half, b_kt, input_precision="tf32x3")
-            if DECAY != 2:
-                b_y *= tl.load(row_k + i_slot * BT + o_i)[None, :]
-            b_u -= b_y
-            p_z = i_slot * BT * BT + o_i[None, :] * BT + o_i[:, None]
-            b_z = tl.load(erasing + p_z).to(DT)
+            b_u -= b_y if DECAY == 2 else b_y * b_rk[None, :]
+            b_z = tl.load(erasing + o_turned).to(DT)
             b_u -= tl.dot((b_u * b_beta[None, :]).to(DT), b_z, input_precision="tf32x3")
             if SAVE:
                 tl.store(errors + p_v, b_u.to(errors.dtype.element_ty), mask=m_vt)
@@ -395,19 +515,23 @@ def scan_kernel(
             b_qt = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
             b_o = tl.dot(b_half, b_qt, input_precision="tf32x3")
             if DECAY != 2:
-                b_o *= tl.load(row_q + i_slot * BT + o_i)[None, :]
-            b_p = tl.load(scores + i_slot * BT * BT + o_i[None, :] * BT + o_i[:, None]).to(DT)
-            b_o += tl.dot(b_u.to(DT), b_p, input_precision="tf32x3")
+                b_o *= b_rq[None, :]
+            b_p = tl.load(scores + o_turned).to(DT)
+            b_o = tl.dot(b_u.to(DT), b_p, b_o, input_precision="tf32x3")
             tl.store(o + p_v, b_o.to(o.dtype.element_ty), mask=m_vt)
         if DECAY != 2:
-            b_u *= tl.load(row_out + i_slot * BT + o_i)[None, :]
+            b_u *= b_ro[None, :]
         b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
-        b_s *= load_total(total, i_slot, KP, DECAY)
-        b_s += tl.dot(b_u.to(DT), b_k, input_precision="tf32x3")
+        b_s *= b_total[None, :] if DECAY == 2 else b_total
+        b_s = tl.dot(b_u.to(DT), b_k, b_s, input_precision="tf32x3")
+        b_v = b_v_next
+        b_beta = b_beta_next
+        b_total = b_total_next
+        b_rq = b_rq_next
+        b_rk = b_rk_next
+        b_ro = b_ro_next
 
     if SEGMENT == 1:
         tl.store(segment_state + p_run, b_s)
-    elif SEGMENT == 0:
-        tl.store(final_state + p_io, b_s, mask=m_vk)
-    elif i_g == NUM_SEGMENTS - 1:
+    elif SEGMENT == 0 or i_g == NUM_SEGMENTS - 1:
         tl.store(final_state + p_io, b_s, mask=m_vk)

@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
 from .triton_chunk_backward import chunk_gradient_kernel, reverse_scan_kernel, score_gradient_kernel
-from .triton_chunk_forward import BF16_OPERAND, prep_kernel, scan_kernel
+from .triton_chunk_forward import BF16_OPERAND, prep_head_kernel, prep_kernel, scan_kernel
 
 CHUNK = 64
 NUM_LEVELS = CHUNK.bit_length() - 1
@@ -118,13 +118,13 @@ BLOCKS = {
     (False, 16): Blocks((16, 4, 1), (64, 4, 2), (64, 4, 2), (16, 64, 4, 1)),
     (False, 32): Blocks((32, 4, 1), (64, 4, 2), (64, 4, 2), (32, 64, 4, 1)),
     (False, 64): Blocks((64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
-    (False, 128): Blocks((64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
-    (False, 256): Blocks((64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 64, 4, 1)),
+    (False, 128): Blocks((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
+    (False, 256): Blocks((128, 4, 1), (64, 4, 1), (64, 4, 1), (64, 64, 4, 1)),
     (True, 16): Blocks((16, 4, 1), (32, 4, 1), (32, 4, 1), (16, 32, 4, 1)),
     (True, 32): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
     (True, 64): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
-    (True, 128): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
-    (True, 256): Blocks((32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 32, 4, 1)),
+    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
+    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (32, 32, 4, 1)),
 }
 
 
@@ -173,11 +173,16 @@ def _forward(
         final.copy_(torch.zeros_like(final) if state is None else state)
         return outputs
     BK, warps, stages = p.blocks.prep
-    prep_kernel[(p.slots * p.HV,)](
-        q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), *keys, *rows, *norms, total, scores,
-        erasing, scale, bound, **p.lengths, **p.key_sizes, BK=BK, **p.gate, **p.write, **p.activations, **p.varlen,
-        DT=p.prep_dtype, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    options = {**p.lengths, **p.key_sizes, "BK": BK, **p.gate, **p.write, **p.varlen, "QK_NORM": qk_norm}
+    options |= {"DT": p.prep_dtype, "num_warps": warps, "num_stages": stages}
+    prepared = *rows, *norms, total, scores, erasing
+    if p.decay == 2:
+        prep_kernel[(p.slots * p.HV,)](
+            q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), *keys, *prepared, scale, bound,
+            GATE=form, PRECISE=p.precise, **options,
+        )  # fmt: skip
+    else:
+        prep_head_kernel[(p.slots * p.HV,)](q, k, gate, beta, cu_seqlens, *prepared, scale, **options)
     BV, warps, stages = p.blocks.scan
     scan_kernel[((p.V + BV - 1) // BV, p.N * p.HV, 1)](
         v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state, None, cu_seqlens,
