@@ -46,7 +46,7 @@ def read_inputs(
     past = _past_length(cache, shape)
     mask = read_mask(attention_mask, inputs_embeds, past, cache, config.layer_types)
     visible = visible_tokens(mask, shape, past)
-    real = real_tokens(mask, visible, shape[1])
+    real = real_tokens(mask, visible, shape, past)
     positions = read_positions(position_ids, shape, real)
     said = shape, positions, seq_idx, cu_seqlens
     if is_torchdynamo_compiling():
@@ -94,19 +94,19 @@ def visible_tokens(mask, shape, past):
     return _allowed(mask)[:, 0].any(-2)[:, : past + shape[1]].expand(shape[0], -1)
 
 
-def real_tokens(mask, visible, T):
+def real_tokens(mask, visible, shape, past):
     """[B, T] bool, False where tokens of this call are padding, or None if all are real.
 
     mask: from `read_mask`; visible: from `visible_tokens`.
     """
+    T = shape[1]
     if isinstance(mask, dict):
-        real = mask.get("linear_attention")
-        real = None if real is None else real != 0
+        real = _real_tokens_of_dict(mask, T, past)
     else:
         real = None if visible is None else visible[:, -T:]
     if real is None or (not is_torchdynamo_compiling() and real.all()):
         return None
-    return real
+    return real.expand(shape)
 
 
 def read_positions(position_ids, shape, real):
@@ -199,6 +199,16 @@ def _checked_dict(masks, shape, layer_types):
     if linear is not None and tuple(linear.shape) != tuple(shape):
         raise ValueError(f"the linear_attention mask must be [B, T] = {list(shape)}, got {list(linear.shape)}")
     return masks
+
+
+def _real_tokens_of_dict(masks, T, past):
+    if "linear_attention" in masks:
+        return None if masks["linear_attention"] is None else masks["linear_attention"] != 0
+    full = masks["full_attention"]
+    if not isinstance(full, torch.Tensor) or not isinstance(past, int):
+        return None
+    # padding does not even see itself
+    return _allowed(full)[:, 0, :, past : past + T].diagonal(dim1=-2, dim2=-1)
 
 
 def _checked_2d(mask, shape, past):

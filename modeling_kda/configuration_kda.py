@@ -186,7 +186,8 @@ class KDAConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """transformers' word for each layer, derived from `stages`."""
-        return [STAGES[stage].layer_type for stage in self.stages]
+        # generation that exits early lowers num_hidden_layers for a while
+        return [STAGES[stage].layer_type for stage in self.stages[: self.num_hidden_layers]]
 
     def check(self):
         """All that is checked here.

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
@@ -134,7 +134,7 @@ class KDAModel(KDAPreTrainedModel):
         masks = self._masks(inputs, inputs_embeds, cache)
 
         hidden_states = self.dropout(self._add_positions(inputs_embeds, inputs.positions))
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=False):
             hidden_states = layer(hidden_states, masks[kind], cache=cache, position_ids=inputs.runs, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
@@ -150,6 +150,8 @@ class KDAModel(KDAPreTrainedModel):
                 attention_mask=inputs.mask,
                 cache=cache,
                 position_ids=inputs.runs,
+                # a static cache has more keys than tokens; transformers sees to that only while it may be compiled
+                allow_is_causal_skip=cache is None or cache.get_max_length() == -1,
             )
         return masks
 
@@ -227,11 +229,34 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("cache")
-        if cache is not None:
-            # before generate asks the cache to record its past
-            adopt_cache(cache, self.config)
-            if generation_config.is_assistant:
-                raise_rollback(cache, generation_config.max_new_tokens or 0)
+        if cache is None:
+            return
+        # before generate asks the cache to record its past
+        adopt_cache(cache, self.config)
+        if generation_config.is_assistant:
+            raise_rollback(cache, generation_config.max_new_tokens or 0)
+        past, positions = int(cache.get_seq_length()), model_kwargs.get("position_ids")
+        if past and positions is not None and positions.shape[-1] <= past:
+            raise ValueError(
+                f"generate needs all tokens, those in the cache and at least one more: the cache has {past}, got "
+                f"{positions.shape[-1]}; to go on from a cache that covers the prompt, take the last token back with "
+                "crop(-1), which needs KDACache(config, max_rollback=1)"
+            )
+
+    @staticmethod
+    def create_masks_for_generate(*, inputs_embeds, attention_mask, **kwargs):
+        masks = create_masks_for_generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None and attention_mask.dim() == 2 and "linear_attention" in masks:
+            # transformers takes a single token for real; in a prompt read in parts it may be padding
+            real = attention_mask[:, -inputs_embeds.shape[1] :]
+            masks["linear_attention"] = None if real.all() else real
+        return masks
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise ValueError(
+            "continuous batching is not supported: its pages hold keys and values, and recurrent layers keep a state; "
+            "call generate with a padded batch"
+        )
 
     def _get_candidate_generator(self, *args, **kwargs):
         generator = super()._get_candidate_generator(*args, **kwargs)
