@@ -32,7 +32,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 # One round of the chunk form works on a slab of chunks; on a CPU it should stay in the cache of one core.
-SLAB_BYTES = 2**18
+SLAB_BYTES = 2**19
 SLAB_BYTES_OF_ACCELERATORS = 2**26
 
 
@@ -72,7 +72,7 @@ def recurrent_delta_rule(
 
 
 def chunk_delta_rule(
-    q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None, chunk_size=64
+    q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None, chunk_size=32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `recurrent_delta_rule`, many tokens at a time; exact for any gate and any length.
 
@@ -161,7 +161,7 @@ def _chunk_forward(q, k, v, beta, log_decay, state, plan):
     layout, C, (K, V) = plan.layout, plan.layout.C, state.shape[-2:]
     tokens = [_flat(x) for x in (q, k, v, beta, log_decay)]
     S = layout.sort(state)  # [N * HV, K, V], a copy
-    o = S.new_empty(layout.num_rows, C, V)
+    o = S.new_empty(len(tokens[2]), V)
     kept = layout.num_rows if plan.keep else 0
     states, all_scores, inverses = S.new_empty(kept, K, V), S.new_empty(kept, C, C), S.new_empty(kept, C, C)
     for slab in layout.slabs(S):
@@ -170,7 +170,7 @@ def _chunk_forward(q, k, v, beta, log_decay, state, plan):
         scores = _pairwise(x.readers, x.k, into, out)
         inverse = _inverse(scores[:, :, 1]) if plan.erase else None
         scores, values, k_out = scores[:, :, 0], x.v * x.beta, x.k * out
-        readers_into = (x.readers * into[:, :, None]).flatten(1, 2)
+        readers_into, o_slab = (x.readers * into[:, :, None]).flatten(1, 2), torch.empty_like(values)
         if plan.keep:
             all_scores[slab.rows] = scores
             if plan.erase:
@@ -181,9 +181,10 @@ def _chunk_forward(q, k, v, beta, log_decay, state, plan):
                 states[step] = S_step
             reads = torch.bmm(readers_into[i], S_step).view(-1, C, x.readers.shape[2], V)
             writes = torch.bmm(inverse[i], values[i] - reads[:, :, 1]) if plan.erase else values[i]
-            torch.baddbmm(reads[:, :, 0], scores[i], writes, out=o[step])
+            torch.baddbmm(reads[:, :, 0], scores[i], writes, out=o_slab[i])
             S_step.mul_(into[i, -1, :, None]).baddbmm_(k_out[i].transpose(1, 2), writes)
-    return layout.to_tokens(o, v), layout.unsort(S), (states, all_scores, inverses)
+        slab.scatter(o_slab, o)
+    return o.view(v.shape).to(v.dtype), layout.unsort(S), (states, all_scores, inverses)
 
 
 def _inverse(overlap):
@@ -196,7 +197,7 @@ def _chunk_backward(q, k, v, beta, log_decay, states, scores, inverses, do, dsta
     layout, inputs = plan.layout, (q, k, v, beta, log_decay)
     tokens, do = [_flat(x) for x in inputs], _flat(do)
     dS = layout.sort(dstate)
-    grads = [dS.new_empty(layout.num_rows, layout.C, x.shape[-1]) for x in tokens]
+    grads = [dS.new_empty(len(do), x.shape[1]) for x in tokens]
     for slab in reversed(layout.slabs(dS)):
         x = _load(tokens, slab, plan, dS.dtype)
         into, out = _chunk_decays(x.decay)
@@ -212,9 +213,9 @@ def _chunk_backward(q, k, v, beta, log_decay, states, scores, inverses, do, dsta
             d.beta.add_((d.readers[:, :, 1] * x.k).sum(-1, keepdim=True))
             d.k.addcmul_(d.readers[:, :, 1], x.beta)
         slab_grads = (d.readers[:, :, 0] * plan.scale, d.k, d.values * x.beta, d.beta, d.log_decay)
-        for grad, slab_grad in zip(grads, slab_grads, strict=True):
-            grad[slab.rows] = slab_grad
-    return *(layout.to_tokens(g, x) for g, x in zip(grads, inputs, strict=True)), layout.unsort(dS)
+        for slab_grad, grad in zip(slab_grads, grads, strict=True):
+            slab.scatter(slab_grad, grad)
+    return *(_like(grad, x) for grad, x in zip(grads, inputs, strict=True)), layout.unsort(dS)
 
 
 class _Gradients(NamedTuple):
@@ -407,14 +408,11 @@ class _Layout:
         head = torch.arange(HV)[:, None]
         row = token * HV + head  # [chunks, HV, C], into [tokens * HV, .]
         key_row = token * H + head // (HV // H)
-        is_token = ~padding[:, None].expand_as(row)
-        origin = torch.empty(int(lengths.sum()) * HV, dtype=torch.long)
-        origin[row[is_token]] = torch.arange(row.numel()).view_as(row)[is_token]
-
         self.C, self.HV, self.num_rows = C, HV, len(first) * HV
-        self.order, self.origin = order.to(device), origin.to(device)
+        self.order = order.to(device)
         self.value_rows, self.key_rows = row.view(-1, C).to(device), key_row.view(-1, C).to(device)
-        self.padding = (~is_token).reshape(-1, C, 1).to(device) if padding.any() else None
+        padding = padding[:, None].expand_as(row).reshape(-1, C, 1)
+        self.padding = padding.to(device) if padding.any() else None
         ends = (step.bincount(minlength=num_steps).cumsum(0) * HV).tolist()
         self.steps = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -442,14 +440,6 @@ class _Layout:
     def unsort(self, S):
         return S.view(len(self.order), self.HV, *S.shape[1:]).index_select(0, self.order.argsort())
 
-    def to_tokens(self, rows, like):
-        """[num_rows, C, .] -> shape and dtype of `like`, a sum over the value heads if `like` has fewer heads."""
-        x = rows.flatten(0, 1).index_select(0, self.origin)
-        B, T, heads = like.shape[:3]
-        if heads < self.HV:
-            x = x.view(B * T, heads, self.HV // heads, rows.shape[-1]).sum(2)
-        return x.view(like.shape).to(like.dtype)
-
 
 class _Slab(NamedTuple):
     layout: _Layout
@@ -465,9 +455,27 @@ class _Slab(NamedTuple):
         x = x.index_select(0, index.flatten()).to(dtype).unflatten(0, index.shape)
         return x if self.layout.padding is None else x.masked_fill_(self.layout.padding[self.rows], 0)
 
+    def scatter(self, x, out):
+        """The way back for value heads: writes x [M, C, .] into out [tokens * HV, .]."""
+        index, x = self.layout.value_rows[self.rows].flatten(), x.flatten(0, 1)
+        if self.layout.padding is not None:
+            is_token = ~self.layout.padding[self.rows].flatten()
+            index, x = index[is_token], x[is_token]
+        out.index_copy_(0, index, x)
+
 
 def _flat(x):
+    """[B, T, heads, .] -> [tokens * heads, .]"""
     return x.reshape(-1, x.shape[3] if x.ndim == 4 else 1)
+
+
+def _like(x, tokens):
+    """[tokens * HV, .] -> shape and dtype of `tokens`, a sum over the value heads that share a key head."""
+    B, T, heads = tokens.shape[:3]
+    groups = len(x) // max(1, B * T * heads)
+    if groups > 1:
+        x = x.view(B * T * heads, groups, -1).sum(1)
+    return x.view(tokens.shape).to(tokens.dtype)
 
 
 class _Checked(NamedTuple):
