@@ -1,0 +1,103 @@
+"""The two pictures of `lineage.py`: how caches grow, and what conversion and healing do to the perplexity."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from modeling_kda.conversion.cli import human_bytes
+from modeling_kda.conversion.evaluate import cache_bytes
+
+KEPT, HYBRID, RECURRENT = "#b3541e", "#7a5195", "#00717a"
+
+
+def color_of(stages):
+    return KEPT if set(stages) == {"softmax"} else HYBRID if "softmax" in stages else RECURRENT
+
+
+def plot_cache(configs, path):
+    """Bytes of cache against tokens, log-log. Stages that need the same share a line.
+
+    Args: configs: `KDAConfig` by stage pattern.
+    """
+    tokens = [2**i for i in range(21)]
+    lines = {}
+    for pattern, config in configs.items():
+        sizes = tuple(cache_bytes(config, count) for count in tokens)
+        lines.setdefault(sizes, []).append(pattern)
+    fig, ax = plt.subplots(figsize=(9, 5.2))
+    labels = []
+    for sizes, patterns in lines.items():
+        color = color_of(configs[patterns[0]].stages)
+        ax.plot(tokens, sizes, color=color, linewidth=2.2)
+        labels.append([sizes[-1], ", ".join(patterns) if len(patterns) < 3 else "\n".join(pairs(patterns)), color])
+    place_labels(ax, tokens[-1] * 1.25, labels)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xlim(1, tokens[-1])
+    ticks = [1, 32, 1024, 32 * 1024, 1024 * 1024]
+    ax.set_xticks(ticks, ["1", "32", "1k", "32k", "1M"])
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: human_bytes(int(size)).replace(".0", "")))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("tokens in context")
+    ax.set_title("Memory of one sequence: what attention keeps grows, a state does not", loc="left")
+    finish(fig, ax, path)
+
+
+def pairs(words):
+    return [", ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
+
+
+def place_labels(ax, x, labels, gap=4.0):
+    """Names at the right end of the lines, pushed apart (by a factor, on a log axis) where they would overlap."""
+    lowest = 0.0
+    for size, text, color in sorted(labels):
+        lines = text.count("\n") + 1
+        y = max(size, lowest)
+        ax.text(x, y, text, color=color, va="bottom" if lines > 1 else "center", fontsize=9.5, clip_on=False)
+        lowest = y * gap**lines
+
+
+def plot_ladder(results, path):
+    """Perplexity of every stage at conversion and healed, on a log axis, with the teacher as a line.
+
+    Args: results: what `lineage.py` writes to lineage.json.
+    """
+    rows, teacher = results["stages"], results["teacher"]["perplexity"]["perplexity"]
+    fig, ax = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.9))
+    ax.axvline(teacher, color=KEPT, linewidth=1.5, zorder=1)
+    ax.text(teacher, -0.75, f"teacher {teacher:.1f}", color=KEPT, ha="center", va="bottom", fontsize=9.5)
+    for y, row in enumerate(rows):
+        before, after = row["perplexity_at_conversion"], row["healed"]["perplexity"]["perplexity"]
+        color = color_of(row["healed"]["model"]["stages"])
+        ax.plot([before, after], [y, y], color=color, linewidth=2, alpha=0.35, zorder=2)
+        ax.scatter([before], [y], facecolor="white", edgecolor=color, s=55, linewidth=1.8, zorder=3)
+        ax.scatter([after], [y], color=color, s=55, zorder=4)
+        words = f"{before:.1f} → {after:.1f}" if before != after else f"{after:.1f}"
+        ax.annotate(words, (max(before, after), y), (9, 0), textcoords="offset points", va="center", fontsize=9.5)
+    ax.set_xscale("log")
+    low = min(min(r["perplexity_at_conversion"], r["healed"]["perplexity"]["perplexity"]) for r in rows)
+    high = max(r["perplexity_at_conversion"] for r in rows)
+    ax.set_xlim(min(low, teacher) / 1.12, high * 1.5)
+    ax.xaxis.set_major_locator(plt.FixedLocator([t for t in nice_ticks() if low / 1.12 <= t <= high * 1.5]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_yticks(range(len(rows)), [row["stage"] for row in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.8)
+    ax.set_xlabel("perplexity per token on held-out text (log scale)")
+    ax.set_title("At conversion (ring) and after healing (dot)", loc="left", pad=16)
+    finish(fig, ax, path)
+
+
+def nice_ticks():
+    return [lead * 10**power for power in range(6) for lead in (1, 1.5, 2, 3, 4, 5, 7)]
+
+
+def finish(fig, ax, path):
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(True, which="major", color="#dddddd", linewidth=0.7)
+    ax.set_axisbelow(True)
+    fig.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(fig)
