@@ -119,17 +119,19 @@ def _retrieve(S, x):
 
 
 def _decode_step(q, k, v, beta, log_decay, state, scale, erase):
-    """One token without gradients: the new state is written once, read once for k and q together, added to once."""
-    S = log_decay[:, 0].to(state.dtype).exp()[..., None] * state
+    """One token without gradients: the decayed state is written once, read once for k and q together, added to once."""
+    S = (state * log_decay[:, 0].to(state.dtype).exp()[..., None]).flatten(0, 1)  # [B * HV, K, V]
     kq = torch.stack((k[:, 0], q[:, 0]), 2).to(S.dtype)  # [B, H, 2, K]
-    kq = kq.repeat_interleave(v.shape[2] // q.shape[2], 1)
-    retrieved, o = (kq @ S).unbind(2)
-    e = v[:, 0] - retrieved if erase else v[:, 0].to(S.dtype)
-    writes = beta[:, 0, :, None] * e
-    k, q = kq.unbind(2)
-    S.addcmul_(k[..., None], writes[:, :, None])
-    o = torch.addcmul(o, writes, (q * k).sum(-1, keepdim=True)) * scale
-    return o[:, None], S
+    if k.shape[2] < v.shape[2]:
+        kq = kq.repeat_interleave(v.shape[2] // k.shape[2], 1)
+    kq = kq.flatten(0, 1)
+    k, q = kq.unbind(1)
+    retrieved, o = torch.bmm(kq, S).unbind(1)
+    e = v.to(S.dtype).flatten(0, 2)
+    writes = (e - retrieved if erase else e) * beta.to(S.dtype).reshape(-1, 1)
+    o = torch.addcmul(o, writes, torch.linalg.vecdot(q, k)[:, None]) * scale
+    S.baddbmm_(k[:, :, None], writes[:, None])
+    return o.view(v.shape), S.view(state.shape)
 
 
 class _Plan(NamedTuple):
