@@ -4,9 +4,9 @@
 
 For each stage: convert the teacher, prove what can be proved (identities in float64), measure the perplexity at
 conversion, heal with a few distillation steps on nine tenths of the text, and measure again on the last tenth.
-Everything printed is also written to the output folder: lineage.json, table.md, samples.txt, two plots, and each healed
-student, which `kda generate` and `from_pretrained` can load. A second run with the same settings goes on where the
-first one stopped.
+Everything printed is also written to the output folder: lineage.json, table.md, samples.txt, two plots, and each
+healed student, which `kda generate` and `from_pretrained` can load. A second run with the same settings goes on where
+the first one stopped.
 """
 
 import argparse
@@ -187,8 +187,8 @@ class Walk:
         return load_model(folder)
 
     def speed(self, config, context):
-        """Decoding speed, also after more tokens than the model has positions: that of a twin without a position table and
-        with random weights, on which speed does not depend.
+        """Decoding speed, also after more tokens than the model has positions: that of a twin without a position table
+        and with random weights, on which speed does not depend.
         """
         twin = KDAForCausalLM(KDAConfig.from_dict(config.to_dict() | {"position_embedding": "none"}))
         return decode_speed(twin.to(self.teacher.device).eval(), context, steps=4 if self.options.quick else 16)
@@ -264,8 +264,8 @@ def as_table(results):
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "KL: nats per token from the teacher. Recall: gain on a passage read twice, in nats per token, and hit rate on",
-        "random tokens read twice. Cache: one sequence. Tokens per second: one sequence, random weights, same shape.",
+        "KL: nats per token from the teacher. Recall: gain on a passage read twice, in nats per token, and hit rate",
+        "on random tokens read twice. Cache: one sequence. Speed: one sequence, random weights of the same shape.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -5,7 +5,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from modeling_kda.conversion.cli import human_bytes
 from modeling_kda.conversion.evaluate import cache_bytes
@@ -18,46 +18,41 @@ def color_of(stages):
 
 
 def plot_cache(configs, path):
-    """Bytes of cache against tokens, log-log. Stages that need the same share a line.
+    """Bytes of cache against tokens, log-log, with the names at the right end of the lines.
 
     Args: configs: `KDAConfig` by stage pattern.
     """
     tokens = [2**i for i in range(21)]
-    lines = {}
-    for pattern, config in configs.items():
-        sizes = tuple(cache_bytes(config, count) for count in tokens)
-        lines.setdefault(sizes, []).append(pattern)
     fig, ax = plt.subplots(figsize=(9, 5.2))
-    labels = []
-    for sizes, patterns in lines.items():
-        color = color_of(configs[patterns[0]].stages)
+    ends = []
+    for pattern, config in configs.items():
+        sizes = [cache_bytes(config, count) for count in tokens]
+        color = color_of(config.stages)
         ax.plot(tokens, sizes, color=color, linewidth=2.2)
-        labels.append([sizes[-1], ", ".join(patterns) if len(patterns) < 3 else "\n".join(pairs(patterns)), color])
-    place_labels(ax, tokens[-1] * 1.25, labels)
+        ends.append((sizes[-1], pattern, color))
+    for size, names, color in labels_of(ends):
+        ax.text(tokens[-1] * 1.3, size, names, color=color, va="center", fontsize=9.5)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ax.set_xlim(1, tokens[-1])
-    ticks = [1, 32, 1024, 32 * 1024, 1024 * 1024]
-    ax.set_xticks(ticks, ["1", "32", "1k", "32k", "1M"])
+    ax.set_xticks([1, 32, 1024, 32 * 1024, 1024 * 1024], ["1", "32", "1k", "32k", "1M"])
     ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: human_bytes(int(size)).replace(".0", "")))
-    ax.yaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("tokens in context")
     ax.set_title("Memory of one sequence: what attention keeps grows, a state does not", loc="left")
     finish(fig, ax, path)
 
 
-def pairs(words):
-    return [", ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
-
-
-def place_labels(ax, x, labels, gap=4.0):
-    """Names at the right end of the lines, pushed apart (by a factor, on a log axis) where they would overlap."""
-    lowest = 0.0
-    for size, text, color in sorted(labels):
-        lines = text.count("\n") + 1
-        y = max(size, lowest)
-        ax.text(x, y, text, color=color, va="bottom" if lines > 1 else "center", fontsize=9.5, clip_on=False)
-        lowest = y * gap**lines
+def labels_of(ends):
+    """(height, names, color) of each label; lines that end within a few percent of one another share one."""
+    groups = []
+    for size, name, color in sorted(ends, key=lambda end: end[0]):
+        if groups and size < 1.1 * groups[-1][0]:
+            groups[-1][1].append(name)
+        else:
+            groups.append((size, [name], color))
+    for size, names, color in groups:
+        rows = [", ".join(names[i : i + 3]) for i in range(0, len(names), 3)]
+        yield size, ",\n".join(rows), color
 
 
 def plot_ladder(results, path):
@@ -68,7 +63,7 @@ def plot_ladder(results, path):
     rows, teacher = results["stages"], results["teacher"]["perplexity"]["perplexity"]
     fig, ax = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.9))
     ax.axvline(teacher, color=KEPT, linewidth=1.5, zorder=1)
-    ax.text(teacher, -0.75, f"teacher {teacher:.1f}", color=KEPT, ha="center", va="bottom", fontsize=9.5)
+    ax.text(teacher, -0.85, f"teacher {teacher:.1f}", color=KEPT, ha="center", va="bottom", fontsize=9.5)
     for y, row in enumerate(rows):
         before, after = row["perplexity_at_conversion"], row["healed"]["perplexity"]["perplexity"]
         color = color_of(row["healed"]["model"]["stages"])
@@ -87,7 +82,7 @@ def plot_ladder(results, path):
     ax.set_yticks(range(len(rows)), [row["stage"] for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.8)
     ax.set_xlabel("perplexity per token on held-out text (log scale)")
-    ax.set_title("At conversion (ring) and after healing (dot)", loc="left", pad=16)
+    ax.set_title("At conversion (ring) and after healing (dot)", loc="left", pad=22)
     finish(fig, ax, path)
 
 
