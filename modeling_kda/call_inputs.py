@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.utils import is_torchdynamo_compiling
 
 from .token_layout import (
@@ -42,6 +43,10 @@ def read_inputs(
 
     Raises: ValueError for what does not fit together, and for what a recurrent layer cannot honour.
     """
+    if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.hidden_size:
+        raise ValueError(
+            f"inputs_embeds must be [B, T, hidden_size={config.hidden_size}], got {list(inputs_embeds.shape)}"
+        )
     shape = inputs_embeds.shape[:2]
     past = _past_length(cache, shape)
     mask = read_mask(attention_mask, inputs_embeds, past, cache, config.layer_types)
@@ -63,6 +68,19 @@ def read_inputs(
     return CallInputs(mask, layout, positions, positions, False)
 
 
+def check_ids(input_ids, vocab_size):
+    """Raises: ValueError if they are not [B, T] integers below `vocab_size`."""
+    if not isinstance(input_ids, torch.Tensor):
+        raise ValueError(f"input_ids must be a tensor, got {type(input_ids).__name__}")
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids must be integers [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
+    # on other devices the CPU would have to wait for the numbers
+    if input_ids.device.type == "cpu" and input_ids.numel() and not is_torchdynamo_compiling():
+        first, last = (int(x) for x in input_ids.aminmax())
+        if first < 0 or last >= vocab_size:
+            raise ValueError(f"input_ids must be from 0 to {vocab_size - 1}, got {first if first < 0 else last}")
+
+
 def read_mask(attention_mask, inputs_embeds, past, cache, layer_types):
     """The caller's attention_mask -> `CallInputs.mask`; 4-D masks become bool, or additive in the model's dtype."""
     recurrent = "linear_attention" in layer_types
@@ -70,11 +88,10 @@ def read_mask(attention_mask, inputs_embeds, past, cache, layer_types):
         return None
     if isinstance(attention_mask, dict):
         return _checked_dict(attention_mask, inputs_embeds.shape[:2], layer_types)
-    if not isinstance(attention_mask, torch.Tensor):
-        if recurrent:
-            raise ValueError(f"attention_mask must be a tensor or a dict, got {type(attention_mask).__name__}")
-        # what an attention implementation made for itself
+    if isinstance(attention_mask, BlockMask) and not recurrent:
         return attention_mask
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor or a dict, got {type(attention_mask).__name__}")
     if attention_mask.dim() == 2:
         return _checked_2d(attention_mask, inputs_embeds.shape[:2], past)
     if attention_mask.dim() != 4:
@@ -175,10 +192,10 @@ def assume_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, ordinary
 
 def _past_length(cache, shape):
     """Tokens in the cache: an int, or a tensor where torch.compile must not look into it."""
-    if shape[1] == 0:
+    if shape.numel() == 0:
         raise ValueError(
-            f"the input must hold at least one token per row, got [B, T] = {list(shape)}; with a cache that covers "
-            "the whole prompt, crop the last token and pass it again"
+            f"the input must hold at least one row and one token per row, got [B, T] = {list(shape)}; with a cache "
+            "that covers the whole prompt, crop the last token and pass it again"
         )
     if cache is None:
         return 0

@@ -15,7 +15,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_kda import KDACache, adopt_cache, raise_rollback
-from .call_inputs import read_inputs
+from .call_inputs import check_ids, read_inputs
 from .configuration_kda import KDAConfig
 from .layers import MLP, Decay, HedgehogFeatureMap, RMSNorm, ShortConvolution, build_norm
 from .recurrent_mixer import RecurrentMixer
@@ -122,7 +122,10 @@ class KDAModel(KDAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
+            check_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
+        if kwargs.get("is_causal") is False and "linear_attention" in self.config.layer_types:
+            raise ValueError("is_causal=False needs softmax layers only: a recurrent layer reads from left to right")
         if cache is not None:
             cache = adopt_cache(cache, self.config, inputs_embeds.shape[0])
         documents = kwargs.pop("seq_idx", None), [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]

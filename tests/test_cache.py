@@ -384,6 +384,22 @@ def test_a_reset_cache_has_no_records(stages):
     assert_same(model(ids[:, 5:], cache=cache).logits, one_shot(model, ids)[:, 5:])
 
 
+@every_pattern
+def test_what_was_filled_in_inference_mode_can_change_outside(stages):
+    model, ids = tiny_model(stages), tokens(1, 9)
+    full = one_shot(model, ids)
+    with torch.inference_mode():
+        cache = KDACache(model.config, max_rollback=8)
+        feed(model, cache, ids[:, :7], [3])
+    cache.crop(-2)
+    assert_same(model(ids[:, 5:], cache=cache).logits, full[:, 5:])
+    with torch.inference_mode():
+        cache.crop(-1)
+        model(ids[:, 8:], cache=cache)
+    cache.reset()
+    assert_same(feed(model, cache, ids, [4]), full)
+
+
 @recurrent_patterns
 def test_offloaded_tensors_come_back(stages):
     model, ids = tiny_model(stages), tokens(1, 16)

@@ -142,6 +142,15 @@ def test_a_second_turn_goes_on_from_the_first(stages):
     assert_generates(model, without_cache(model, longer), longer, cache=first.cache)
 
 
+@every_pattern
+def test_a_second_turn_whose_rows_are_padded_again(stages):
+    model, (ids, mask) = tiny_model(stages), padded_prompts()
+    first = model.generate(ids, attention_mask=mask, **GREEDY, **DETAILS)
+    turn, answered = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), torch.ones(2, NEW, dtype=torch.long)
+    longer, mask = torch.cat([first.sequences, tokens(2, 4, seed=6)], 1), torch.cat([mask, answered, turn], 1)
+    assert_generates(model, without_cache(model, longer, mask), longer, mask, cache=first.cache)
+
+
 def test_models_in_training_mode_generate_too():
     model, ids = tiny_model("softmax_inside"), tokens(1, 9)
     assert_generates(copy.deepcopy(model).train(), without_cache(model, ids), ids)
@@ -225,11 +234,11 @@ def test_beam_search(stages, static):
 @pytest.mark.parametrize("drafts", [3, 100])
 def test_assisted_generation(stages, drafts):
     """With a draft model that is mostly wrong, and with more drafts than the rollback window holds."""
-    model, ids = tiny_model(stages, max_rollback=4), tokens(1, 12)
+    model, ids = tiny_model(stages, max_rollback=0), tokens(1, 12)
     expected = without_cache(model, ids)
     lengths = []
     model.lm_head.register_forward_hook(lambda module, args, logits: lengths.append(logits.shape[1]))
-    assert_generates(model, expected, ids, assistant_model=draft_model(drafts=drafts, max_rollback=4))
+    assert_generates(model, expected, ids, assistant_model=draft_model(drafts=drafts, max_rollback=0))
     # one more token than drafts, as far as the requested length allows
     assert lengths[0] == min(drafts, NEW - 1) + 1
 

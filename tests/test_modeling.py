@@ -323,6 +323,34 @@ def test_inputs_must_be_ids_or_embeds_and_hold_a_token():
         model(tokens(2, 0), cache=cache)
 
 
+@pytest.mark.parametrize(
+    "inputs, words",
+    [
+        ({"input_ids": torch.full((1, 3), 97)}, "from 0 to 96, got 97"),
+        ({"input_ids": torch.tensor([[5, -100]])}, "from 0 to 96, got -100"),
+        ({"input_ids": torch.ones(1, 3)}, "integers"),
+        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"\[B, T\]"),
+        ({"input_ids": torch.ones(1, 1, 3, dtype=torch.long)}, r"\[B, T\]"),
+        ({"input_ids": [[1, 2, 3]]}, "tensor, got list"),
+        ({"input_ids": torch.ones(0, 3, dtype=torch.long)}, "at least one row"),
+        ({"inputs_embeds": torch.zeros(3, 32)}, "hidden_size=32"),
+        ({"inputs_embeds": torch.zeros(1, 3, 16)}, "hidden_size=32"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": [[1, 1, 1]]}, "attention_mask"),
+    ],
+)
+def test_inputs_of_another_form_are_refused(inputs, words):
+    for stages in ("softmax", "kda"):
+        with pytest.raises(ValueError, match=words) as error:
+            tiny_model(stages)(**inputs)
+        assert "\n" not in str(error.value)
+
+
+@recurrent_patterns
+def test_a_recurrent_layer_cannot_look_ahead(stages):
+    with pytest.raises(ValueError, match="is_causal"):
+        tiny_model(stages)(tokens(1, 5), is_causal=False)
+
+
 @every_pattern
 def test_short_inputs_work_forward_and_backward(stages):
     model, long = tiny_model(stages), tokens(1, 9)
