@@ -1,12 +1,28 @@
-"""One function per operation, and the only place that knows which implementation runs it."""
+"""One function per operation, and the only place that knows which implementation runs it.
 
+A call on a GPU goes to the Triton kernels where they can run it, everything else to PyTorch. The environment variable
+KDA_BACKEND, read once, overrides that: `torch` never uses the kernels, `triton` insists on them.
+"""
+
+import os
 import re
 
 import torch
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils import is_torchdynamo_compiling, logging
 
 from .delta_rule import chunk_delta_rule, recurrent_delta_rule
 
+try:
+    from .triton_decode import MAX_TOKENS, triton_recurrent_delta_rule
+    from .triton_decode import unsupported as unsupported_by_recurrent
+    from .triton_delta_rule import triton_chunk_delta_rule
+    from .triton_delta_rule import unsupported as unsupported_by_chunk
+except ImportError:
+    triton_chunk_delta_rule = None
+
+logger = logging.get_logger(__name__)
+
+BACKEND = os.environ.get("KDA_BACKEND", "auto")
 # torch knows operators by name. The installed package and code loaded with a checkpoint can be in one process and need
 # not agree, so each copy of this file has names of its own.
 NAMESPACE = re.sub(r"\W", "_", __name__)
@@ -22,13 +38,43 @@ def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=N
         scale: multiplier of q, K**-0.5 if not given.
 
     Returns: outputs [B, T, HV, V] in v's dtype, and the final state [B, HV, K, V] in fp32 (fp64 for fp64 inputs).
+
+    Raises: ValueError if KDA_BACKEND insists on kernels that cannot run this call.
     """
+    tensors = q, k, v, beta, log_decay, state
+    kernel = find_kernel(*tensors)
+    if kernel is not None:
+        return kernel(*tensors, erase=erase, scale=scale)
     if q.shape[1] == 1:
         # the step form reads and writes the state once; the chunk form would pad to a whole chunk
-        return recurrent_delta_rule(q, k, v, beta, log_decay, state, erase=erase, scale=scale)
+        return recurrent_delta_rule(*tensors, erase=erase, scale=scale)
     if is_torchdynamo_compiling():
-        return chunk_delta_rule_op(q, k, v, beta, log_decay, state, erase, scale)
-    return chunk_delta_rule(q, k, v, beta, log_decay, state, erase=erase, scale=scale)
+        return chunk_delta_rule_op(*tensors, erase, scale)
+    return chunk_delta_rule(*tensors, erase=erase, scale=scale)
+
+
+def find_kernel(q, k, v, beta, log_decay, state):
+    """The Triton function for this call, or None where PyTorch has to do it; why is said once."""
+    if BACKEND not in ("auto", "torch", "triton"):
+        raise ValueError(f"KDA_BACKEND must be 'auto', 'torch' or 'triton', got {BACKEND!r}")
+    if BACKEND == "torch" or (BACKEND == "auto" and not q.is_cuda):
+        return None
+    if triton_chunk_delta_rule is None:
+        return _without_kernel("triton is not installed (pip install triton)")
+    tensors = q, k, v, beta, log_decay, state
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    short = q.shape[1] <= MAX_TOKENS and not differentiable
+    reason = (unsupported_by_recurrent if short else unsupported_by_chunk)(*tensors)
+    if reason is not None:
+        return _without_kernel(reason)
+    return triton_recurrent_delta_rule if short else triton_chunk_delta_rule
+
+
+def _without_kernel(reason):
+    if BACKEND == "triton":
+        raise ValueError(f"KDA_BACKEND=triton, but the kernels cannot run this call: {reason}")
+    if not is_torchdynamo_compiling():
+        logger.warning_once(f"The recurrence runs in PyTorch, slower than with the Triton kernels: {reason}")
 
 
 def advance_state(k, v, beta, log_decay, state, *, erase):

@@ -1,0 +1,118 @@
+"""Which implementation runs a call: chosen by device, said once when it is not the fast one, and the same numbers."""
+
+import pytest
+import torch
+from helpers import RECURRENT_PATTERNS, assert_same, tiny_model, tokens
+from kernel_reference import run_interpreted
+
+from modeling_kda import KDACache, ops
+
+# two implementations in fp32: sums in another order, through a whole model and its backward pass
+TWO_PATHS = 5e-5
+
+
+def call(dtype=torch.float32, T=4, device="cpu"):
+    q, k, v = torch.randn(3, 1, T, 2, 16, dtype=dtype, device=device)
+    return q, k, v, None, None, None
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What is said, each line once."""
+    said = []
+    monkeypatch.setattr(ops.logger, "warning_once", lambda line: said.append(line) if line not in said else None)
+    return said
+
+
+def test_cpu_tensors_go_to_pytorch_silently_also_where_triton_is_installed(warnings):
+    assert ops.find_kernel(*call()) is None
+    assert warnings == []
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_without_triton_the_kernels_are_named_missing_once_and_refused_if_insisted_on(T, monkeypatch, warnings):
+    monkeypatch.setattr(ops, "triton_chunk_delta_rule", None)
+    monkeypatch.setattr(ops, "BACKEND", "triton")
+    with pytest.raises(ValueError, match="pip install triton"):
+        ops.delta_rule(*call(T=T), erase=True)
+    monkeypatch.setattr(ops, "BACKEND", "auto")
+    assert ops.find_kernel(*call(T=T)) is None
+    # as on a GPU, where the kernels would have been used
+    assert [ops._without_kernel("triton is not installed") for _ in range(2)] == [None, None]
+    assert len(warnings) == 1
+
+
+def test_insisting_on_kernels_that_cannot_run_a_call_is_an_error(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "BACKEND", "triton")
+    with pytest.raises(ValueError, match="cannot run this call"):
+        ops.delta_rule(*call(torch.float64), erase=True)
+
+
+def test_an_unknown_backend_is_named(monkeypatch):
+    monkeypatch.setattr(ops, "BACKEND", "cuda")
+    with pytest.raises(ValueError, match="KDA_BACKEND must be 'auto', 'torch' or 'triton', got 'cuda'"):
+        ops.delta_rule(*call(), erase=True)
+
+
+def test_asking_for_pytorch_is_honoured_silently(monkeypatch, warnings):
+    monkeypatch.setattr(ops, "BACKEND", "torch")
+    o, _ = ops.delta_rule(*call(), erase=True)
+    assert torch.isfinite(o).all() and warnings == []
+
+
+def both_backends(model, ids, set_backend):
+    """Per backend: the logits of one pass, all gradients of its loss, and the logits of three cached calls."""
+    results = []
+    for backend in ("triton", "torch"):
+        set_backend(backend)
+        model.zero_grad()
+        out = model(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        cache = KDACache(model.config)
+        with torch.no_grad():
+            # a prompt in chunks, a draft in the verify form, one token
+            parts = [model(part, cache=cache).logits for part in ids.split([ids.shape[1] - 7, 6, 1], 1)]
+        results.append((out.logits.detach(), gradients, torch.cat(parts, 1)))
+    return results
+
+
+def assert_backends_agree(model, ids, set_backend, budget=TWO_PATHS):
+    (logits, gradients, cached), (expected, expected_gradients, _) = both_backends(model, ids, set_backend)
+    assert_same(logits, expected, budget)
+    assert_same(cached, expected, budget)
+    assert gradients.keys() == expected_gradients.keys()
+    largest = max(g.abs().max() for g in expected_gradients.values())
+    for name, expected_gradient in expected_gradients.items():
+        error = (gradients[name] - expected_gradient).abs().max() / largest
+        assert error <= budget, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("stage", ["linear", "kda"])
+def interpreted_backends_agree(stage, monkeypatch):
+    model, ids = tiny_model([stage]), tokens(1, 70)
+    assert_backends_agree(model, ids, lambda backend: monkeypatch.setattr(ops, "BACKEND", backend))
+
+
+def test_kernels_under_the_interpreter_give_the_logits_and_gradients_of_pytorch():
+    pytest.importorskip("triton")
+    run_interpreted(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stages", RECURRENT_PATTERNS)
+def test_kernels_give_the_logits_and_gradients_of_pytorch_on_a_gpu(stages, monkeypatch):
+    model, ids = tiny_model(stages).cuda(), tokens(2, 150).cuda()
+    assert_backends_agree(model, ids, lambda backend: monkeypatch.setattr(ops, "BACKEND", backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_call_takes_the_kernel_of_its_length_and_falls_back_aloud(warnings):
+    short, long = call(T=4, device="cuda"), call(T=40, device="cuda")
+    assert ops.find_kernel(*short) is ops.triton_recurrent_delta_rule
+    assert ops.find_kernel(*long) is ops.triton_chunk_delta_rule
+    assert ops.find_kernel(*call(torch.float64, device="cuda")) is None
+    assert len(warnings) == 1
