@@ -65,12 +65,7 @@ class Checkpoint:
             by_file.setdefault(self._file_of[name], []).append(name)
         tensors = {}
         for path, wanted in by_file.items():
-            if path.suffix == ".safetensors":
-                with _open_safetensors(path) as file:
-                    tensors.update({name: file.get_tensor(name) for name in wanted})
-            else:
-                stored = self._load_bin(path)
-                tensors.update({name: stored[name] for name in wanted})
+            tensors.update(self._read_file(path, wanted))
         return {name: tensors[name] for name in names}
 
     @property
@@ -97,6 +92,17 @@ class Checkpoint:
         self.shapes.update(shapes)
         self.dtypes.update(dtypes)
         self._file_of.update(dict.fromkeys(shapes, path))
+
+    def _read_file(self, path, names):
+        """Copies: a tensor that views the mapped file would keep in memory every page of it that was ever read."""
+        if path.suffix != ".safetensors":
+            stored = self._load_bin(path)
+            return {name: stored[name].clone() for name in names}
+        try:
+            with _open_safetensors(path) as file:
+                return {name: file.get_tensor(name).clone() for name in names}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
 
     def _load_bin(self, path):
         if path in self._whole_files:

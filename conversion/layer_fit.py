@@ -15,7 +15,8 @@ from .measurement import LayerRecord, run_mixer
 # relative to the mean square of what enters o_proj; the best on held-out windows is taken
 RIDGES = (0.1, 1.0)
 BATCH = 4
-NEW_RATE, CARRIED_RATE = 1e-3, 1e-4
+# on the shipped teacher 1e-3 and 1e-4 reach perplexity 53 with kda, 1e-3 and 1e-3 48.5, these 47.8 (teacher: 42.0)
+NEW_RATE, CARRIED_RATE = 3e-3, 1e-3
 WARMUP = 0.1
 
 

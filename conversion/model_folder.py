@@ -18,7 +18,8 @@ from modeling_kda.modeling_kda import KDAForCausalLM
 
 from .checkpoint import TOKENIZER_FILES, listed, read_json
 
-MAX_SHARD_BYTES = 1_000_000_000
+# with the tensors of one layer beside it, well below the size of any checkpoint that has several
+MAX_SHARD_BYTES = 250_000_000
 
 
 @contextlib.contextmanager
@@ -87,12 +88,12 @@ class ModelFolder:
             self._name_tokenizer_class()
 
     def copy_generation_config(self, source: Path):
-        """`generation_config.json` of `source`, or one made from the model's configuration."""
-        if (source / "generation_config.json").exists():
-            generation = GenerationConfig.from_dict(read_json(source / "generation_config.json"))
+        """`generation_config.json` of `source` as it is, or one made from the model's configuration."""
+        name = "generation_config.json"
+        if (source / name).exists():
+            self.write_json(name, read_json(source / name))
         else:
-            generation = GenerationConfig.from_model_config(self.config)
-        generation.save_pretrained(self.path)
+            GenerationConfig.from_model_config(self.config).save_pretrained(self.path)
 
     def write_json(self, name: str, content: dict):
         """One more JSON file."""

@@ -168,10 +168,11 @@ def morph(old, new, amount: float):
 def _scale_heads(layer, projection, factors):
     """The outputs of a projection times one factor per head, weight and bias."""
     scaled = dict(layer)
-    for kind in ("weight", "bias"):
-        tensor = layer[f"{projection}.{kind}"]
-        rows = _wide(factors).repeat_interleave(tensor.shape[0] // len(factors))
-        scaled[f"{projection}.{kind}"] = _like(_wide(tensor) * rows.view(-1, *[1] * (tensor.dim() - 1)), tensor)
+    for name in (f"{projection}.weight", f"{projection}.bias"):
+        if name in layer:
+            tensor = layer[name]
+            rows = _wide(factors).repeat_interleave(tensor.shape[0] // len(factors))
+            scaled[name] = _like(_wide(tensor) * rows.view(-1, *[1] * (tensor.dim() - 1)), tensor)
     return scaled
 
 

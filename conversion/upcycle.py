@@ -131,7 +131,8 @@ def student_config(source: KDAConfig, stages: str | list[str], overrides: dict) 
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
     heads = (config.num_attention_heads, config.head_dim)
-    if (config.num_value_heads, config.value_head_dim) != heads and "softmax" in source.stages:
+    replaced = any(old == "softmax" != new for old, new in zip(source.stages, config.stages, strict=True))
+    if replaced and (config.num_value_heads, config.value_head_dim) != heads:
         raise ValueError(
             f"softmax layers have {heads[0]} value heads of {heads[1]} channels, but the configuration asks for "
             f"{config.num_value_heads} of {config.value_head_dim} in recurrent layers; they must be equal"
