@@ -239,30 +239,9 @@ def chunk_gradient_kernel(
     first_row = bos + i_t * BT
     i_row = first_row * HV + i_hv
     slot = i_s.to(tl.int64) * HV + i_hv
-    o_matrix = o_i[:, None] * BT + o_i[None, :]
-    o_turned = o_i[None, :] * BT + o_i[:, None]
+    o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
+    o_turned = slot * BT * BT + o_i[None, :] * BT + o_i[:, None]
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-
-    b_dq = tl.zeros([BT, BK], tl.float32)
-    b_kp = tl.zeros([BT, BK], tl.float32)
-    b_kn = tl.zeros([BT, BK], tl.float32)
-    b_left = tl.zeros([BK], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_tv = m_t[:, None] & (o_v < V)[None, :]
-        o_block = i_row * V + o_i[:, None] * (HV * V) + o_v[None, :]
-        p_state = slot * V * KP + o_v[:, None] * KP + o_k[None, :]
-        b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0)
-        b_ds = tl.load(d_states + p_state, mask=(o_v < V)[:, None], other=0.0)
-        b_do = tl.load(do + o_block, mask=m_tv, other=0.0)
-        b_dq += tl.dot(b_do.to(DT), b_s.to(DT), input_precision="tf32x3")
-        if ERASE:
-            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0)
-            b_kp -= tl.dot(b_dv.to(DT), b_s.to(DT), input_precision="tf32x3")
-        b_u = tl.load(errors + o_block, mask=m_tv, other=0.0).to(tl.float32) * b_beta[:, None]
-        b_kn += tl.dot(b_u.to(DT), b_ds.to(DT), input_precision="tf32x3")
-        if DECAY:
-            b_left += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
 
     o_key = (first_row * H + i_hv // (HV // H)) * K + o_i[:, None] * (H * K) + o_k[None, :]
     b_q = tl.load(q + o_key, mask=m_tk, other=0.0).to(tl.float32)
@@ -272,7 +251,6 @@ def chunk_gradient_kernel(
         b_rk = tl.load(norm_k + slot * BT + o_i)
         b_q *= b_rq[:, None]
         b_k *= b_rk[:, None]
-
     if DECAY == 2:
         rate = 1.0
         if GATE:
@@ -280,66 +258,105 @@ def chunk_gradient_kernel(
             dt_bias += i_hv * K
         p_gate = log_decay + (first_row * HV + i_hv) * K
         b_g = load_gate(p_gate, dt_bias, o_i * (HV * K), o_k, m_t, rate, lower_bound, K, GATE)
+    if DECAY == 1:
+        b_h = tl.load(log_decay + i_row + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_h = activate_gate(b_h, 0.0, 1.0, lower_bound, m_t, 0)
+        b_upto, b_after = head_sums(b_h, BT)
+
+    # rows as readers: dq and kpos
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_kp = tl.zeros([BT, BK], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_tv = m_t[:, None] & (o_v < V)[None, :]
+        o_block = i_row * V + o_i[:, None] * (HV * V) + o_v[None, :]
+        p_state = slot * V * KP + o_v[:, None] * KP + o_k[None, :]
+        b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
+        b_do = tl.load(do + o_block, mask=m_tv, other=0.0).to(DT)
+        b_dq = tl.dot(b_do, b_s, b_dq, input_precision="tf32x3")
+        if ERASE:
+            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0).to(DT)
+            b_kp = tl.dot(b_dv, b_s, b_kp, input_precision="tf32x3")
+    if DECAY == 2:
         b_e = tl.exp2(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
         b_dq *= b_e * scale
-        b_kp *= b_e
+        b_kp *= -b_e
+        for i_l in range(NUM_LEVELS):
+            m_pair = level_pairs(i_l, BT, False)
+            b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE))
+            b_ke = (b_k * b_e).to(DT)
+            b_dp = tl.where(m_pair, tl.load(d_scores + o_matrix), 0.0).to(DT)
+            b_dq += b_e * tl.dot(b_dp, b_ke, input_precision="tf32x3")
+            if ERASE:
+                b_dn = tl.where(m_pair, tl.load(d_coupling + o_matrix), 0.0).to(DT)
+                b_kp += b_e * tl.dot(b_dn, b_ke, input_precision="tf32x3")
+        b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)
+        b_dq += b_diagonal[:, None] * b_k
+    else:
+        b_dp = tl.load(d_scores + o_matrix).to(tl.float32)
+        if ERASE:
+            b_dn = tl.load(d_coupling + o_matrix).to(tl.float32)
+        if DECAY == 1:
+            b_dq *= tl.exp(b_upto)[:, None]
+            b_kp *= tl.exp(b_upto)[:, None]
+            b_e = head_decay_matrix(b_h, BT, False)
+            b_dp *= b_e
+            if ERASE:
+                b_dn *= b_e
+        b_dq = tl.dot(b_dp.to(DT), b_k.to(DT), b_dq * scale, input_precision="tf32x3")
+        if ERASE:
+            b_kp = tl.dot(b_dn.to(DT), b_k.to(DT), -b_kp, input_precision="tf32x3")
+    b_dg = b_q * b_dq + b_k * b_kp
+    if QK_NORM:
+        b_dq = b_rq[:, None] * (b_dq - b_q * tl.load(along_q + slot * BT + o_i)[:, None])
+    o_grad = i_row * K + o_i[:, None] * (HV * K) + o_k[None, :]
+    tl.store(dq + o_grad, b_dq.to(dq.dtype.element_ty), mask=m_tk)
+
+    # rows as writers: kneg
+    b_kn = tl.zeros([BT, BK], tl.float32)
+    b_left = tl.zeros([BK], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_tv = m_t[:, None] & (o_v < V)[None, :]
+        o_block = i_row * V + o_i[:, None] * (HV * V) + o_v[None, :]
+        p_state = slot * V * KP + o_v[:, None] * KP + o_k[None, :]
+        b_ds = tl.load(d_states + p_state, mask=(o_v < V)[:, None], other=0.0)
+        b_u = tl.load(errors + o_block, mask=m_tv, other=0.0).to(tl.float32) * b_beta[:, None]
+        b_kn = tl.dot(b_u.to(DT), b_ds.to(DT), b_kn, input_precision="tf32x3")
+        if DECAY:
+            b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0)
+            b_left += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
+    if DECAY == 2:
         b_kn *= tl.exp2(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
         b_left = b_left * tl.exp2(tl.sum(b_g, 0)) + tl.sum(b_k * b_kn, 0)
         for i_l in range(NUM_LEVELS):
-            b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE))
-            b_ke = (b_k * b_e).to(DT)
-            b_qe = (b_q * b_e).to(DT)
-            m_pair = level_pairs(i_l, BT, False)
             m_turned = level_pairs(i_l, BT, True)
-            b_dp = tl.where(m_pair, tl.load(d_scores + slot * BT * BT + o_matrix), 0.0).to(DT)
-            b_dq += b_e * tl.dot(b_dp, b_ke, input_precision="tf32x3")
-            b_dpt = tl.where(m_turned, tl.load(d_scores + slot * BT * BT + o_turned), 0.0).to(DT)
-            b_sum = tl.dot(b_dpt, b_qe, input_precision="tf32x3")
+            b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE))
+            b_dp = tl.where(m_turned, tl.load(d_scores + o_turned), 0.0).to(DT)
+            b_sum = tl.dot(b_dp, (b_q * b_e).to(DT), input_precision="tf32x3")
             if ERASE:
-                b_dn = tl.where(m_pair, tl.load(d_coupling + slot * BT * BT + o_matrix), 0.0).to(DT)
-                b_kp += b_e * tl.dot(b_dn, b_ke, input_precision="tf32x3")
-                b_dnt = tl.where(m_turned, tl.load(d_coupling + slot * BT * BT + o_turned), 0.0).to(DT)
-                b_sum += tl.dot(b_dnt, b_ke, input_precision="tf32x3")
+                b_dn = tl.where(m_turned, tl.load(d_coupling + o_turned), 0.0).to(DT)
+                b_sum = tl.dot(b_dn, (b_k * b_e).to(DT), b_sum, input_precision="tf32x3")
             b_kn += b_e * b_sum
-        b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)
-        b_dq += b_diagonal[:, None] * b_k
         b_kn += b_diagonal[:, None] * b_q
     else:
-        b_dp = tl.load(d_scores + slot * BT * BT + o_matrix).to(tl.float32)
-        b_dpt = tl.load(d_scores + slot * BT * BT + o_turned).to(tl.float32)
+        b_dp = tl.load(d_scores + o_turned).to(tl.float32)
         if ERASE:
-            b_dn = tl.load(d_coupling + slot * BT * BT + o_matrix).to(tl.float32)
-            b_dnt = tl.load(d_coupling + slot * BT * BT + o_turned).to(tl.float32)
+            b_dn = tl.load(d_coupling + o_turned).to(tl.float32)
         if DECAY == 1:
-            b_h = tl.load(log_decay + i_row + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
-            b_h = activate_gate(b_h, 0.0, 1.0, lower_bound, m_t, 0)
-            b_upto, b_after = head_sums(b_h, BT)
-            b_dq *= tl.exp(b_upto)[:, None]
-            b_kp *= tl.exp(b_upto)[:, None]
             b_kn *= tl.exp(b_after)[:, None]
             b_left = b_left * tl.exp(tl.sum(b_h, 0)) + tl.sum(b_k * b_kn, 0)
-            b_e = head_decay_matrix(b_h, BT, False)
-            b_et = head_decay_matrix(b_h, BT, True)
+            b_e = head_decay_matrix(b_h, BT, True)
             b_dp *= b_e
-            b_dpt *= b_et
             if ERASE:
                 b_dn *= b_e
-                b_dnt *= b_et
-        b_qe = b_q.to(DT)
-        b_ke = b_k.to(DT)
-        b_dq = b_dq * scale + tl.dot(b_dp.to(DT), b_ke, input_precision="tf32x3")
-        b_kn += tl.dot(b_dpt.to(DT), b_qe, input_precision="tf32x3")
+        b_kn = tl.dot(b_dp.to(DT), b_q.to(DT), b_kn, input_precision="tf32x3")
         if ERASE:
-            b_kp += tl.dot(b_dn.to(DT), b_ke, input_precision="tf32x3")
-            b_kn += tl.dot(b_dnt.to(DT), b_ke, input_precision="tf32x3")
-
-    b_dg = b_q * b_dq + b_k * (b_kp - b_kn)
+            b_kn = tl.dot(b_dn.to(DT), b_k.to(DT), b_kn, input_precision="tf32x3")
+    b_dg -= b_k * b_kn
     b_dk = b_kp + b_kn
     if QK_NORM:
-        b_dq = b_rq[:, None] * (b_dq - b_q * tl.load(along_q + slot * BT + o_i)[:, None])
         b_dk = b_rk[:, None] * (b_dk - b_k * tl.load(along_k + slot * BT + o_i)[:, None])
-    o_grad = i_row * K + o_i[:, None] * (HV * K) + o_k[None, :]
-    tl.store(dq + o_grad, b_dq.to(dq.dtype.element_ty), mask=m_tk)
     tl.store(dk + o_grad, b_dk.to(dk.dtype.element_ty), mask=m_tk)
 
     if DECAY == 1:
@@ -347,13 +364,14 @@ def chunk_gradient_kernel(
         b_dh = tl.where(b_h > SMALLEST_LOG_DECAY, b_dh, 0.0)
         tl.store(d_gate + i_k.to(tl.int64) * num_rows * HV + i_row + o_i * HV, b_dh, mask=m_t)
     elif DECAY == 2:
-        m_from = tl.load(steps + (NUM_LEVELS + 2) * BT * BT + o_matrix)
+        m_from = tl.load(steps + (NUM_LEVELS + 2) * BT * BT + o_i[:, None] * BT + o_i[None, :])
         b_dg = exact_dot(m_from, b_dg, True) + b_left[None, :]
         b_x = tl.load(p_gate + o_i[:, None] * (HV * K) + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
         if GATE:
             b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
         b_g = activate_gate(b_x, 0.0, rate, lower_bound, m_tk, GATE)
-        b_dg = tl.where(m_tk & (b_g > SMALLEST_LOG_DECAY), b_dg, 0.0)
+        # a factor and not a mask: Triton 3.6 moves masks between layouts wrongly for narrow blocks
+        b_dg *= tl.where(m_tk & (b_g > SMALLEST_LOG_DECAY), 1.0, 0.0)
         if GATE == 1:
             tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(tl.sum(b_dg * b_g, 1), 0))
             b_dg *= -rate * tl.sigmoid(b_x)

@@ -264,7 +264,9 @@ def prep_kernel(
         b_q1 = load_rows(q, o_key, o_k, m_t, b_rq, K)
         b_k1 = load_rows(k, o_key, o_k, m_t, b_rk, K)
         b_g1 = load_gate(gate, dt_bias, o_gate, o_k, m_t, rate, lower_bound, K, GATE)
-        store_decayed(b_q1, b_k1, b_g1, steps, q_in, k_in, k_out, o_block + o_k[None, :], scale, BT, NUM_LEVELS, PRECISE)
+        store_decayed(
+            b_q1, b_k1, b_g1, steps, q_in, k_in, k_out, o_block + o_k[None, :], scale, BT, NUM_LEVELS, PRECISE
+        )
         tl.store(total + slot * KP + o_k, tl.exp2(tl.sum(b_g1, 0)))
         b_q1 = b_q1.to(DT)
         b_k1 = b_k1.to(DT)
@@ -409,9 +411,7 @@ def load_factors(
     """The write strengths of a chunk, e^{G_C} ([KP], or one number for all) and the factors of its rows of q and k."""
     o_i = tl.arange(0, BT)
     i_slot = (first + i_t).to(tl.int64) * HV + i_hv
-    b_beta = load_beta(
-        beta, (bos + i_t * BT) * HV + i_hv, o_i * HV, i_t * BT + o_i < length, HAS_BETA, RAW_BETA
-    )
+    b_beta = load_beta(beta, (bos + i_t * BT) * HV + i_hv, o_i * HV, i_t * BT + o_i < length, HAS_BETA, RAW_BETA)
     b_total = 1.0
     b_rq = 1.0
     b_rk = 1.0

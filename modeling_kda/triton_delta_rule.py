@@ -109,23 +109,41 @@ class Blocks(NamedTuple):
 
     prep: tuple  # key channels at a time, warps, stages
     scan: tuple  # value channels of one program, warps, stages
+    few_heads: tuple  # the same where that leaves processors idle
     reverse: tuple  # the same for the scan back
     gradient: tuple  # key channels of one program, value channels at a time, warps, stages
 
 
-# (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
+# (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew.
+# Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that.
 BLOCKS = {
-    (False, 16): Blocks((16, 4, 1), (64, 4, 2), (64, 4, 2), (16, 64, 4, 1)),
-    (False, 32): Blocks((32, 4, 1), (64, 4, 2), (64, 4, 2), (32, 64, 4, 1)),
-    (False, 64): Blocks((64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
-    (False, 128): Blocks((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 64, 4, 1)),
-    (False, 256): Blocks((128, 4, 1), (64, 4, 1), (64, 4, 1), (64, 64, 4, 1)),
-    (True, 16): Blocks((16, 4, 1), (32, 4, 1), (32, 4, 1), (16, 32, 4, 1)),
-    (True, 32): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
-    (True, 64): Blocks((32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
-    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 32, 4, 1)),
-    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (32, 32, 4, 1)),
+    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 64, 4, 1)),
+    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 64, 4, 1)),
+    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 64, 4, 1)),
+    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1)),
+    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1)),
+    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (64, 32, 4, 1)),
 }
+MIN_PADDED_K = 64
+# programs of the scan that fill an H200
+FULL_GRID = 132
+
+
+def shared_memory_of(device):
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return 232448
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fit(blocks, shared_memory):
+    """The same blocks with as many stages, and as wide scans, as the shared memory of the device allows."""
+    if shared_memory >= 220_000:
+        return blocks
+    deepest = 2 if shared_memory >= 160_000 else 1
+    shallow = {name: (*getattr(blocks, name)[:-1], min(getattr(blocks, name)[-1], deepest)) for name in blocks._fields}
+    blocks = Blocks(**shallow)
+    return blocks if deepest == 2 else blocks._replace(scan=blocks.few_heads)
 
 
 class Problem:
@@ -139,10 +157,10 @@ class Problem:
         NT = (self.T + CHUNK - 1) // CHUNK
         # with cu_seqlens an upper bound, known without looking at it
         self.slots = self.B * NT if cu_seqlens is None else self.T // CHUNK + self.N
-        self.KP = max(16, 1 << (self.K - 1).bit_length())
+        self.KP = max(MIN_PADDED_K, 1 << (self.K - 1).bit_length())
         self.decay = 0 if gate is None else 1 if gate.shape[-1] == 1 else 2
         self.precise = v.dtype == torch.float32
-        self.blocks = BLOCKS[self.precise, self.KP]
+        self.blocks = fit(BLOCKS[self.precise, self.KP], shared_memory_of(q.device))
         self.dtype = torch.float32 if self.precise else torch.bfloat16
         self.erase, self.qk_norm = erase, qk_norm
         self.lengths = {"T": self.T, "NT": NT, "N": self.N}
@@ -183,7 +201,10 @@ def _forward(
         )  # fmt: skip
     else:
         prep_head_kernel[(p.slots * p.HV,)](q, k, gate, beta, cu_seqlens, *prepared, scale, **options)
-    BV, warps, stages = p.blocks.scan
+    wide = p.blocks.scan
+    # row factors cost the registers that a wide block of values would need
+    narrow = p.decay < 2 or p.N * p.HV * ((p.V + wide[0] - 1) // wide[0]) <= FULL_GRID // 2
+    BV, warps, stages = p.blocks.few_heads if narrow else wide
     scan_kernel[((p.V + BV - 1) // BV, p.N * p.HV, 1)](
         v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state, None, cu_seqlens,
         o, errors, states, final, **p.lengths, NUM_SEGMENTS=1, **p.key_sizes, V=p.V, BV=BV, **p.gate, **p.write,
@@ -245,9 +266,7 @@ def _backward(
     return dq, dk, dv, d_beta, d_gate, d_state, d_rate, d_bias
 
 
-def _reverse_scan(
-    p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state
-):
+def _reverse_scan(p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state):
     BV, warps, stages = p.blocks.reverse
     blocks = (p.V + BV - 1) // BV
     dv = torch.empty_like(v)
@@ -271,9 +290,7 @@ def _chunk_gradients(
     BK, BV, warps, stages = p.blocks.gradient
     blocks = p.KP // BK
     grouped = p.HV != p.H
-    dq, dk = (
-        x.new_empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else x.dtype) for x in (q, k)
-    )
+    dq, dk = (x.new_empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else x.dtype) for x in (q, k))
     d_gate = q.new_empty(0)
     if p.decay == 1:
         d_gate = q.new_empty(blocks, *gate.shape, dtype=torch.float32)

@@ -1,0 +1,99 @@
+"""Every kernel of the chunked path compiles for GPUs that are not here, and fits them."""
+
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from modeling_kda import triton_delta_rule as host  # noqa: E402
+
+KERNELS = ("prep_kernel", "prep_head_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel",
+           "chunk_gradient_kernel")  # fmt: skip
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
+POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+# bytes of registers that ptxas may keep in memory: the two kernels with six levels do not fit in 255 registers
+SPILLS = {"prep_kernel": 320, "prep_head_kernel": 64, "chunk_gradient_kernel": 900}
+CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+
+
+class Recorder:
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches of a forward and a backward pass on a machine of the given kind, recorded instead of run."""
+
+    def record(capability, K, decay, erase=True):
+        found = []
+        monkeypatch.setattr(host, "shared_memory_of", lambda device: SHARED_MEMORY[capability])
+        for name in KERNELS:
+            monkeypatch.setattr(host, name, Recorder(getattr(host, name), found))
+        q = torch.empty(1, 64, 2, K, dtype=torch.bfloat16)
+        beta = torch.empty(1, 64, 2)
+        gate = None if decay == 0 else torch.empty(1, 64, 2, 1 if decay == 1 else K)
+        state = torch.empty(1, 2, K, K)
+        o, final, *saved = host._forward(
+            q, q, q, beta, gate, state, None, None, None, erase, 1.0, 0, 0.0, False, False, True
+        )
+        host._backward(
+            o, final, q, q, q, beta, gate, None, None, None, o, *saved, erase, 1.0, 0, 0.0, False, False, True
+        )
+        return {kernel.__name__: (kernel, args, options) for kernel, args, options in found}
+
+    return record
+
+
+def compile_launch(kernel, args, options, capability):
+    options = dict(options)
+    settings = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | options
+    signature, constants, aligned = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], aligned[(i,)] = POINTER[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
+
+
+def stack_bytes(compiled, path):
+    path.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
+
+
+@pytest.mark.parametrize(
+    ("capability", "K", "decay", "names"),
+    [
+        (90, 128, 2, ("prep_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
+        (90, 128, 2, ("chunk_gradient_kernel",)),
+        (90, 64, 2, ("prep_kernel", "scan_kernel", "reverse_scan_kernel")),
+        (90, 128, 1, ("prep_head_kernel", "scan_kernel", "reverse_scan_kernel")),
+        (80, 128, 2, ("scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
+        (100, 128, 2, ("scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
+    ],
+)
+def test_kernels_fit_the_device(launches, tmp_path, capability, K, decay, names):
+    recorded = launches(capability, K, decay)
+    for name in names:
+        compiled = compile_launch(*recorded[name], capability)
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability], name
+        assert stack_bytes(compiled, tmp_path / "kernel.cubin") <= SPILLS.get(name, 128), name
