@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cache_kda import Written, next_window
 from .layers import Decay, EluFeatureMap, HedgehogFeatureMap, RMSNorm, ShortConvolution, at_least_fp32, l2norm
 from .ops import delta_rule
+from .recurrent_cache import Written, next_window
 from .stages import STAGES
 from .token_layout import TokenLayout
 

@@ -11,7 +11,8 @@ from helpers import PATTERNS, RECURRENT_PATTERNS, assert_different, assert_same,
 from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, QuantizedCache, StaticCache
 
 from modeling_kda import KDACache
-from modeling_kda.cache_kda import CountingRecurrentLayer, RecurrentLayer, adopt_cache
+from modeling_kda.cache_kda import adopt_cache
+from modeling_kda.recurrent_cache import CountingRecurrentLayer, RecurrentLayer
 
 every_pattern = pytest.mark.parametrize("stages", PATTERNS)
 recurrent_patterns = pytest.mark.parametrize("stages", RECURRENT_PATTERNS)

@@ -375,3 +375,17 @@ def test_a_static_cache_of_the_wrong_length_is_refused():
     cache = StaticCache(config=model.config, max_cache_len=10)
     with pytest.raises(ValueError, match="room for 10 tokens"):
         model.generate(tokens(1, 9), cache=cache, disable_compile=True, **GREEDY)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_pattern
+def test_an_offloaded_cache(stages):
+    """Twice: the second call starts where the first left keys and values on the CPU."""
+    model, ids = tiny_model(stages).cuda(), tokens(2, 9).cuda()
+    options = {**GREEDY, **DETAILS}
+    for _ in range(2):
+        plain = model.generate(ids, **options)
+        offloaded = model.generate(ids, cache_implementation="offloaded", **options)
+        assert torch.equal(plain.sequences, offloaded.sequences)
+        assert_same(torch.stack(offloaded.logits), torch.stack(plain.logits))
