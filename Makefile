@@ -27,6 +27,7 @@ clean:
 $(INSTALLED): setup.py constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make needs Python 3.10 or newer, and found no '$(PYTHON)'; set PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "make needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3")'
+	@echo "installing into $(VENV) (first run only, a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,demo]"

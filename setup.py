@@ -18,9 +18,10 @@ setup(
         "modeling_kda.model_cards": "model_cards",
     },
     package_data={"modeling_kda.conversion": ["*.txt"], "modeling_kda.model_cards": ["TEMPLATE.md"]},
-    # the lower bounds are the versions that the tests were run with
+    # The lower bounds are versions that were tested (torch 2.11: the kernels on a GPU). transformers 5.23 has another
+    # name for the argument `cache` and does not work.
     install_requires=[
-        "torch>=2.13",
+        "torch>=2.11",
         "transformers>=5.24",
         "huggingface_hub>=2.4",
         "accelerate>=1.15",
