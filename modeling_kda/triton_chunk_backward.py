@@ -83,9 +83,8 @@ def reverse_scan_kernel(
     b_ds = tl.zeros([BV, KP], tl.float32)
     if SEGMENT == 2:
         b_ds += tl.load(segment_state + p_run)
-    elif SEGMENT == 0:
-        if HAS_FINAL:
-            b_ds += tl.load(d_final + p_io, mask=m_vk, other=0.0).to(tl.float32)
+    elif SEGMENT == 0 and HAS_FINAL:
+        b_ds += tl.load(d_final + p_io, mask=m_vk, other=0.0).to(tl.float32)
 
     i_next = tl.maximum(end - 1, 0)
     b_do = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT)

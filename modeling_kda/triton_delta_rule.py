@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 try:
-    import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
@@ -243,8 +242,8 @@ def _backward(
     norms: Tensor, total: Tensor, scores: Tensor, erasing: Tensor, errors: Tensor, states: Tensor, erase: bool,
     scale: float, form: int, bound: float, qk_norm: bool, raw_beta: bool, has_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log, dt_bias; empty tensors
-    for inputs that are absent."""
+    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log and dt_bias, empty where
+    the input is absent."""
     p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
     errors = errors if erase else v
     dv, d_beta, d_states, d_state, parts = _reverse_scan(
@@ -346,7 +345,7 @@ def _save(ctx, inputs, output):
     q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, *options = inputs
     o, _, *saved = output
     ctx.save_for_backward(q, k, v, beta, gate, A_log, dt_bias, cu_seqlens, o, *saved)
-    ctx.options, ctx.state = options[:-1], state is not None
+    ctx.options, ctx.state = options[:-1], None if state is None else state.dtype
     ctx.present = [x is not None for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
     ctx.set_materialize_grads(False)
 
@@ -355,7 +354,8 @@ def _differentiate(ctx, do, d_final, *_):
     q, k, v, *rest = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    gradients = backward_op(do, d_final, q, k, v, *rest, *ctx.options, ctx.state)
+    gradients = list(backward_op(do, d_final, q, k, v, *rest, *ctx.options, ctx.state is not None))
+    gradients[5] = gradients[5].to(ctx.state)
     gradients = [g if present else None for g, present in zip(gradients, ctx.present, strict=False)]
     return *gradients, *[None] * 8
 
