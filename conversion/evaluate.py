@@ -6,6 +6,7 @@ Every number in a model card comes from the JSON that `evaluate` writes; the pro
 import platform
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -303,9 +304,10 @@ def _synchronize(device):
 
 
 def describe(model):
-    """Facts of a model for records: where it came from, its stages and size."""
+    """Facts of a model for records: its name (of a folder the last part only), stages and size."""
+    source = model.config._name_or_path
     return {
-        "name": model.config._name_or_path,
+        "name": Path(source).resolve().name if Path(source).is_dir() and source else source,
         "type": model.config.model_type,
         "stages": list(layer_stages(model.config)),
         "parameters": model.num_parameters(),

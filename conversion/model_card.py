@@ -19,7 +19,7 @@ def fill_card(
         output: the file to write, usually README.md in the model's folder.
         distillation: the record of `distill`, for the training section.
         template: a Jinja file; `model_cards/TEMPLATE.md` if not given.
-        name: of the model; the last part of its path if not given.
+        name: of the model; the last part of its folder or Hub id if not given.
         license: of the weights, as the Hub spells it.
         dataset: what the evaluation text is, in words.
 
@@ -31,7 +31,7 @@ def fill_card(
     if missing:
         raise ValueError(f"a model card is filled from the JSON of evaluate(), which lacks {', '.join(missing)}")
     model = evaluation["model"]
-    name = name or Path(model["name"] or "model").name
+    name = name or model["name"].rsplit("/", 1)[-1] or "model"
     data = ModelCardData(
         model_name=name,
         license=license,

@@ -244,6 +244,20 @@ def test_both_phases_lower_their_loss(stage, tmp_path):
         assert phase["losses"][-1]["loss"] < phase["losses"][0]["loss"], phase
 
 
+def test_recomputing_activations_changes_nothing(finished, tmp_path):
+    _, record = run(tmp_path / "student", checkpoint_activations=True)
+    assert record["phases"] == finished[2]["phases"]
+
+
+def test_bfloat16_computes_nearly_the_same_and_keeps_float32_weights(finished, tmp_path):
+    student, record = run(tmp_path / "student", bf16=True)
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
+    for phase, exact in zip(record["phases"], finished[2]["phases"], strict=True):
+        assert phase["losses"] != exact["losses"]
+        for ours, theirs in zip(phase["losses"], exact["losses"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05)
+
+
 class Killed(Exception):
     pass
 
