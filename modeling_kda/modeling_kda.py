@@ -111,21 +111,18 @@ class KDAModel(KDAPreTrainedModel):
         Args:
             input_ids: [B, T] token ids; or give `inputs_embeds`, [B, T, D].
             attention_mask: [B, S] with 0 on padding, anywhere in the past and present tokens (S = past + T); or a
-                causal [B, 1, T, S] mask; or a dict with one mask per entry of `config.layer_types`; or None.
+                causal [B, 1, T, S] mask, bool or additive; or a dict with one mask per entry of `config.layer_types`
+                (learned positions then need `position_ids`); or None.
             position_ids: [B, T]. A row in which they start again holds several packed documents, which never see each
-                other; `cu_seq_lens_q` [N+1] or `seq_idx` [B, T] say the same.
+                other; `cu_seq_lens_q` [N+1] (for one row) or `seq_idx` [B, T] say the same.
             cache: what earlier calls returned, or a new `KDACache`, `DynamicCache` or `StaticCache`.
             use_cache: whether to make and return a cache; ignored in training mode and for packed rows.
 
         Raises: ValueError for inputs that contradict each other or that a recurrent layer cannot honour.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            check_ids(input_ids, self.config.vocab_size)
-            inputs_embeds = self.embed_tokens(input_ids)
         if kwargs.get("is_causal") is False and "linear_attention" in self.config.layer_types:
             raise ValueError("is_causal=False needs softmax layers only: a recurrent layer reads from left to right")
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
         if cache is not None:
             cache = adopt_cache(cache, self.config, inputs_embeds.shape[0])
         documents = kwargs.pop("seq_idx", None), [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
@@ -140,6 +137,14 @@ class KDAModel(KDAPreTrainedModel):
         for layer, kind in zip(self.layers, self.config.layer_types, strict=False):
             hidden_states = layer(hidden_states, masks[kind], cache=cache, position_ids=inputs.runs, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+    def _embed(self, input_ids, inputs_embeds):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        check_ids(input_ids, self.config.vocab_size)
+        return self.embed_tokens(input_ids)
 
     def _masks(self, inputs, inputs_embeds, cache):
         """What each kind of layer takes: a mask for softmax layers, the `TokenLayout` for recurrent ones."""

@@ -315,11 +315,11 @@ def test_inputs_must_be_ids_or_embeds_and_hold_a_token():
         model()
     with pytest.raises(ValueError, match="exactly one"):
         model(tokens(1, 3), inputs_embeds=torch.zeros(1, 3, 32))
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="at least one row and one token"):
         model(tokens(2, 0))
     cache = KDACache(model.config)
     model(tokens(2, 3), cache=cache)
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="at least one row and one token"):
         model(tokens(2, 0), cache=cache)
 
 
