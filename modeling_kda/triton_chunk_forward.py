@@ -200,8 +200,8 @@ def store_decayed(
 
 @triton.jit
 def invert_level(b_x, b_m, DT: tl.constexpr):
-    """Block doubling, the recursive 2x2 block inverse: X holds the inverses of diagonal blocks, and b_m what couples them
-    in pairs. No power of a matrix is taken, and fp16 operands suffice."""
+    """Block doubling, the recursive 2x2 block inverse: X holds inverses of diagonal blocks, b_m what couples them in
+    pairs. No power of a matrix is taken, and fp16 operands suffice."""
     b_half = b_x.to(DT)
     b_m = tl.dot(b_m.to(DT), b_half, input_precision="tf32x3")
     return tl.dot(b_half, b_m.to(DT), b_x, input_precision="tf32x3")

@@ -242,8 +242,8 @@ def _backward(
     norms: Tensor, total: Tensor, scores: Tensor, erasing: Tensor, errors: Tensor, states: Tensor, erase: bool,
     scale: float, form: int, bound: float, qk_norm: bool, raw_beta: bool, has_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log and dt_bias, empty where
-    the input is absent."""
+    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log and dt_bias, empty for
+    what is absent."""
     p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
     errors = errors if erase else v
     dv, d_beta, d_states, d_state, parts = _reverse_scan(

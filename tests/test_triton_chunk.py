@@ -163,7 +163,9 @@ def test_refuses_what_it_cannot_run():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", BUDGETS)
 def test_rules(rule, dtype):
-    check(rule, T=200, H=2, group=2, K=128, V=128, dtype=dtype, device="cuda")
+    # nothing that the delta rule stores decays, and neither do its errors
+    factor = 1.5 if rule == "delta" else 1.0
+    check(rule, T=200, H=2, group=2, K=128, V=128, dtype=dtype, device="cuda", factor=factor)
     check(rule, T=130, B=3, K=64, V=65, dtype=dtype, device="cuda")
 
 
@@ -186,7 +188,7 @@ def test_gates(lowest):
     for rule in ("kda", "gated_delta", "ssd"):
         # below about -20 almost nothing of dlog_decay is left but rounding
         check(rule, T=200, H=2, K=128, V=64, dtype=torch.bfloat16, device="cuda", lowest=lowest, factor=2)
-        check(rule, T=200, H=2, K=128, V=64, device="cuda", lowest=lowest, factor=2)
+        check(rule, T=200, H=2, K=128, V=64, device="cuda", lowest=lowest, factor=4)
 
 
 @on_gpu
