@@ -4,6 +4,7 @@ All work is kept in `<output>.unfinished` until the student is finished; then on
 call with the same arguments goes on from the last complete checkpoint of the phase that was interrupted.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -77,7 +78,8 @@ def distill(student, teacher, text, output, *, tokenizer, progress=True, **recip
     """Train a student towards its teacher and save it.
 
     Args:
-        student: a `KDAForCausalLM`; trained in place, in float32.
+        student: a `KDAForCausalLM`; trained in place, in float32. To go on with an interrupted run, give it as it was
+            at first.
         teacher: the model it came from: a softmax-stage model of ours or a `GPT2LMHeadModel`.
         text: training text, a string or a list of strings (documents, each followed by end-of-text).
         output: folder for the trained model, its tokenizer and `distillation.json`. If it exists it must be the
@@ -99,8 +101,8 @@ def distill(student, teacher, text, output, *, tokenizer, progress=True, **recip
     blocks = PackedBlocks(ids, block_size)
     arguments = {
         "recipe": {**asdict(recipe), "block_size": block_size},
-        "student": describe(student),
-        "teacher": describe(teacher),
+        "student": {**describe(student), "weights": fingerprint(student)},
+        "teacher": {**describe(teacher), "weights": fingerprint(teacher)},
         "text": {"tokens": len(ids), "sha256_of_tokens": digest(ids)},
     }
     output = Path(output)
@@ -124,6 +126,12 @@ def distill(student, teacher, text, output, *, tokenizer, progress=True, **recip
     if PartialState().is_main_process:
         _publish(student, tokenizer, record, work, output)
     return record
+
+
+def fingerprint(model):
+    """Tells models of one shape apart: a hash of the first numbers of every parameter."""
+    starts = [parameter.detach().flatten()[:256].float().cpu() for parameter in model.parameters()]
+    return hashlib.sha256(torch.cat(starts).numpy().tobytes()).hexdigest()[:16]
 
 
 def _check_shapes(student, teacher, recipe):

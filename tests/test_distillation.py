@@ -343,6 +343,8 @@ def test_an_unfinished_run_wants_the_same_arguments(tmp_path, monkeypatch):
             run(tmp_path / "student")
     with pytest.raises(ValueError, match=r"recipe.kl_steps was 4, now 9"):
         run(tmp_path / "student", kl_steps=9)
+    with pytest.raises(ValueError, match=r"teacher.weights was"):
+        run(tmp_path / "student", teacher=tiny_teacher(seed=5))
 
 
 @pytest.mark.parametrize(
