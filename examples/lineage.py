@@ -1,6 +1,6 @@
 """The whole lineage on one small, real model: GPT-2's attention becomes every kind of linear attention, and is healed.
 
-    python examples/lineage.py [--teacher gpt2] [--steps 60] [--quick] [--output lineage_results]
+    python examples/lineage.py [--teacher gpt2] [--steps 50] [--quick] [--output lineage_results]
 
 For each stage: convert the teacher, prove what can be proved (identities in float64), measure the perplexity at
 conversion, heal with a few distillation steps on nine tenths of the text, and measure again on the last tenth.
@@ -27,6 +27,7 @@ from modeling_kda.conversion.evaluate import (
     compare,
     cut_windows,
     decode_speed,
+    describe,
     environment,
     evaluate,
 )
@@ -48,7 +49,7 @@ def arguments():
         "--text", nargs="+", default=sorted(map(str, (HERE / "text").glob("*.txt"))), help="text files"
     )
     parser.add_argument("--stages", nargs="+", default=LINEAGE, help="stages or patterns, as for kda upcycle")
-    parser.add_argument("--steps", type=int, default=60, help="distillation steps on the logits (half as many before)")
+    parser.add_argument("--steps", type=int, default=50, help="distillation steps on the logits (half as many before)")
     parser.add_argument("--quick", action="store_true", help="a few steps and windows only, to see that it runs")
     parser.add_argument("--output", type=Path, default=Path("lineage_results"), help="folder for the results")
     return parser.parse_args()
@@ -101,7 +102,7 @@ class Walk:
     def _keep_or_clear(self):
         """Students of an earlier run are kept if it had the same settings."""
         self.settings = {
-            "teacher": self.options.teacher,
+            "teacher": describe(self.teacher),
             "text": [Path(path).name for path in self.options.text],
             "steps": self.steps,
             "window": self.window,
