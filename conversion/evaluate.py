@@ -317,7 +317,7 @@ def describe(model):
 
 def environment(model):
     """What a reader needs to judge a speed."""
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
     return {
         "device": f"{model.device.type} {device}".strip(),
         "threads": torch.get_num_threads(),
@@ -325,3 +325,11 @@ def environment(model):
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def _processor():
+    """The name of the CPU; Python alone does not know it on Linux."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text().splitlines() if listing.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
