@@ -193,7 +193,10 @@ class Gpt2Weights:
     def _is_tied(self):
         if "lm_head.weight" not in self._stored:
             if not self.checkpoint.config.get("tie_word_embeddings", True):
-                raise ValueError("config.json says tie_word_embeddings=False, but the checkpoint lacks lm_head.weight")
+                raise ValueError(
+                    "the checkpoint lacks lm_head.weight, but config.json says tie_word_embeddings=False; "
+                    "give the checkpoint of the whole language model"
+                )
             return True
         head, embedding = self._stored["lm_head.weight"], self._stored["wte.weight"]
         pair = self.checkpoint.read([head, embedding])

@@ -36,6 +36,7 @@ CHOICES = (
     "max_rollback",
 )
 SAMPLE_WINDOWS, FITTED_WINDOWS = 8, 64
+RANDOM_TOKENS = "random tokens: the source has no tokenizer, so half-lives are the default and not measured"
 
 
 def upcycle(
@@ -94,13 +95,10 @@ def upcycle(
             seed=seed,
             device=torch.device(device or best_device()),
         )
-        report = {"source": str(source), "text": about_text, "windows": list(windows.shape), "fitted": options.fitted}
+        report = {"source": str(source), "text": about_text, "windows": list(windows.shape)}
         report |= _convert(weights, config, windows, options, target)
         target.write_json("upcycle.json", report)
     return report
-
-
-RANDOM_TOKENS = "random tokens: the source has no tokenizer, so half-lives are the default and not measured"
 
 
 def open_weights(source: str | Path) -> Gpt2Weights | KDAWeights:
@@ -126,6 +124,7 @@ def student_config(source: KDAConfig, stages: str | list[str], overrides: dict) 
         raise ValueError(
             f"{', '.join(changed)} cannot be changed: the source has recurrent layers that were built without; drop it"
         )
+    stages = stages if isinstance(stages, str) else list(stages)
     try:
         config = KDAConfig.from_dict(source.to_dict() | overrides | {"stages": stages})
     except StrictDataclassError as error:

@@ -357,7 +357,7 @@ def test_calibration_brings_layers_closer(source_with_tokenizer, tmp_path):
     report = upcycle(
         source_with_tokenizer, tmp_path / "out", ["kda", "linear"], calibrate=sample_text(3000), fit_steps=20
     )
-    assert report["fitted"] and report["text"] == "the given text"
+    assert report["text"] == "the given text"
     for row in report["layers"]:
         assert min(row["errors"].values()) < row["errors"]["start"]
     assert torch.isfinite(logits(load(tmp_path / "out"), torch.zeros(1, 8, dtype=torch.int64))).all()
@@ -381,6 +381,38 @@ def test_our_softmax_models_are_sources_too(source, tmp_path):
     two, one = weights(tmp_path / "two_steps"), weights(tmp_path / "one_step")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_source_of_ours_need_not_look_like_gpt2(tmp_path):
+    fields = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 24}
+    fields |= {"attention_bias": False, "mlp_bias": False, "norm": "rmsnorm", "mlp_gated": True, "hidden_act": "silu"}
+    fields |= {"position_embedding": "none", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+    teacher = KDAForCausalLM(KDAConfig(stages="softmax", **fields))
+    teacher.save_pretrained(tmp_path / "softmax")
+    for stage in RECURRENT:
+        upcycle(tmp_path / "softmax", tmp_path / stage, stage)
+        student = load(tmp_path / stage)
+        assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
+        assert torch.isfinite(logits(student, torch.arange(40)[None])).all()
+
+
+def test_damaged_models_of_ours_are_named(tmp_path):
+    fields = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    KDAForCausalLM(KDAConfig(stages="softmax", bos_token_id=0, eos_token_id=0, **fields)).save_pretrained(
+        tmp_path / "s"
+    )
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    for changed, message in (
+        ({"num_hidden_layers": 3, "stages": ["softmax"] * 3}, r"lacks model\.layers\.2"),
+        ({"num_hidden_layers": 1, "stages": ["softmax"]}, r"holds unknown tensors: model\.layers\.1"),
+        ({"vocab_size": 98}, r"embed_tokens\.weight must have shape \[98, 32\].*got \[97, 32\]"),
+        ({"norm": "batchnorm"}, "no valid kda_hybrid configuration.*norm must be one of"),
+        ({"hidden_size": "wide"}, "no valid kda_hybrid configuration"),
+    ):
+        (tmp_path / "s" / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(ValueError, match=message) as error:
+            upcycle(tmp_path / "s", tmp_path / "out", "kda")
+        one_line(error)
 
 
 @pytest.mark.parametrize("decay_gate", ["softplus", "lower_bound"])
