@@ -320,7 +320,7 @@ def _pairwise_backward_one_rate(x, d):
 
 def _add_sums_(dlog_decay_right, dlog_decay_left, from_rows, to_columns):
     """log_decay_t gets what rows i >= t received in the right block, and what columns j < t sent in the left block."""
-    *batch, size, _ = from_rows.shape
+    size = from_rows.shape[-2]
     lower = from_rows.new_ones(size, size).tril_()
     for dlog_decay, x, sums in ((dlog_decay_right, from_rows, lower.T), (dlog_decay_left, to_columns, lower.tril(-1))):
         x = x.sum_to_size(dlog_decay.shape).flatten(0, -3)
@@ -519,8 +519,10 @@ def _check(q, k, v, beta, log_decay, state, scale, cu_seqlens):
 
 def _lengths(cu_seqlens, B, T):
     """Number of tokens of each packed sequence."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) == 0:
-        raise ValueError(f"cu_seqlens must be [N + 1] int32 or int64, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
+    if not torch.is_tensor(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {cu_seqlens}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}")
     bounds = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
     if B != 1 or bounds[0] != 0 or bounds[-1] != T or min(lengths, default=0) < 0:

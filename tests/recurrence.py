@@ -41,9 +41,9 @@ def run_with_gradients(path, inputs, *, tokens=slice(None), seed=1, **options):
     o, state = path(*inputs, **options)
     generator = torch.Generator().manual_seed(seed)
     weight_o, weight_state = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, state))
-    loss = (o * weight_o.to(o.dtype))[:, tokens].sum()
+    loss = (o * weight_o.to(o))[:, tokens].sum()
     if tokens == slice(None):
-        loss = loss + (state * weight_state.to(state.dtype)).sum()
+        loss = loss + (state * weight_state.to(state)).sum()
     given = {name: x for name, x in zip(NAMES, inputs, strict=True) if x is not None}
     grads = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
     return {"o": o, "final state": state, **{f"d{name}": x for name, x in zip(given, grads, strict=True)}}

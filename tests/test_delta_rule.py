@@ -498,6 +498,19 @@ def test_what_is_kept_for_the_backward_pass():
     assert sum(x.numel() for x in own) == chunks_and_heads * (16 * 16 + 2 * 32 * 32)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", LINEAR_STAGES)
+def test_the_same_on_a_gpu(stage, dtype):
+    inputs, erase = random_inputs(stage, T=150, HV=4), LINEAR_STAGES[stage].erase
+    expected = run_with_gradients(recurrent_delta_rule, inputs, erase=erase)
+    inputs = [x if x is None else x.to("cuda", dtype) for x in inputs]
+    for path in PATHS.values():
+        actual = run_with_gradients(path, inputs, erase=erase)
+        assert_same_results({name: x.cpu() for name, x in actual.items()}, expected, TOLERANCE[dtype])
+
+
 # ---------------------------------------------------------------- refusals
 
 WRONG = {
@@ -537,6 +550,7 @@ def test_wrong_inputs_are_refused(path, case):
         torch.tensor([0.0, 9.0]),
         torch.tensor([[0, 9]]),
         torch.tensor([], dtype=torch.long),
+        [0, 9],
     ],
 )
 def test_wrong_bounds_are_refused(path, bounds):
