@@ -300,19 +300,12 @@ def chunk_gradient_kernel(
             b_kp *= tl.exp(b_upto)[:, None]
             b_e = head_decay_matrix(b_h, BT, False)
             b_dp *= b_e
-            # what pair (i, j) adds for the steps up to i it takes away up to j: from one matrix, so that nothing is left
-            b_pair = b_dp * tl.dot(b_q.to(DT), tl.trans(b_k.to(DT)), input_precision="tf32x3")
-            b_dh = tl.sum(b_q * b_dq * scale - b_k * b_kp, 1)
             if ERASE:
                 b_dn *= b_e
-                b_pair += b_dn * tl.dot(b_k.to(DT), tl.trans(b_k.to(DT)), input_precision="tf32x3")
-            b_dh += tl.sum(b_pair, 1)
-            b_column = tl.sum(b_pair, 0)
         b_dq = tl.dot(b_dp.to(DT), b_k.to(DT), b_dq * scale, input_precision="tf32x3")
         if ERASE:
             b_kp = tl.dot(b_dn.to(DT), b_k.to(DT), -b_kp, input_precision="tf32x3")
-    if DECAY == 2:
-        b_dg = b_q * b_dq + b_k * b_kp
+    b_dg = b_q * b_dq + b_k * b_kp
     if QK_NORM:
         b_dq = b_rq[:, None] * (b_dq - b_q * tl.load(along_q + slot * BT + o_i)[:, None])
     o_grad = i_row * K + o_i[:, None] * (HV * K) + o_k[None, :]
@@ -351,7 +344,6 @@ def chunk_gradient_kernel(
             b_dn = tl.load(d_coupling + o_turned).to(tl.float32)
         if DECAY == 1:
             b_kn *= tl.exp(b_after)[:, None]
-            b_dh -= tl.sum(b_k * b_kn, 1)
             b_left = b_left * tl.exp(tl.sum(b_h, 0)) + tl.sum(b_k * b_kn, 0)
             b_e = head_decay_matrix(b_h, BT, True)
             b_dp *= b_e
@@ -360,18 +352,14 @@ def chunk_gradient_kernel(
         b_kn = tl.dot(b_dp.to(DT), b_q.to(DT), b_kn, input_precision="tf32x3")
         if ERASE:
             b_kn = tl.dot(b_dn.to(DT), b_k.to(DT), b_kn, input_precision="tf32x3")
-    if DECAY == 2:
-        b_dg -= b_k * b_kn
+    b_dg -= b_k * b_kn
     b_dk = b_kp + b_kn
     if QK_NORM:
         b_dk = b_rk[:, None] * (b_dk - b_k * tl.load(along_k + slot * BT + o_i)[:, None])
     tl.store(dk + o_grad, b_dk.to(dk.dtype.element_ty), mask=m_tk)
 
     if DECAY == 1:
-        # sums over the tokens from each one on; rows and columns arrive in different layouts
-        b_from = tl.sum(tl.where(o_i[:, None] <= o_i[None, :], b_dh[None, :], 0.0), 1)
-        b_from -= tl.sum(tl.where(o_i[:, None] <= o_i[None, :], b_column[None, :], 0.0), 1)
-        b_dh = b_from + tl.sum(b_left, 0)
+        b_dh = tl.sum(tl.where(o_i[:, None] <= o_i[None, :], tl.sum(b_dg, 1)[None, :], 0.0), 1) + tl.sum(b_left, 0)
         b_dh = tl.where(b_h > SMALLEST_LOG_DECAY, b_dh, 0.0)
         tl.store(d_gate + i_k.to(tl.int64) * num_rows * HV + i_row + o_i * HV, b_dh, mask=m_t)
     elif DECAY == 2:

@@ -464,13 +464,10 @@ def scan_kernel(
         run = tl.cdiv(end, NUM_SEGMENTS)
         start = tl.minimum(i_g * run, end)
         end = tl.minimum(start + run, end)
-    if SEGMENT == 1:
-        # rows past the values hold the unit states
-        b_s = tl.where(o_v[:, None] - tl.cdiv(V, BV) * BV == o_k[None, :], 1.0, 0.0)
-        rows = (tl.cdiv(V, BV) + tl.cdiv(KP, BV)) * BV
-    elif SEGMENT == 2:
-        rows = (tl.cdiv(V, BV) + tl.cdiv(KP, BV)) * BV
     if SEGMENT:
+        rows = tl.cdiv(V, BV) * BV + KP
+        # rows past the values hold the unit states
+        b_s = tl.where(o_v[:, None] - (rows - KP) == o_k[None, :], 1.0, 0.0)
         i_run = tl.program_id(1).to(tl.int64) * NUM_SEGMENTS + i_g
         p_run = (i_run * rows + o_v[:, None]) * KP + o_k[None, :]
     if SEGMENT == 2:
@@ -535,3 +532,28 @@ def scan_kernel(
         tl.store(segment_state + p_run, b_s)
     elif SEGMENT == 0 or i_g == NUM_SEGMENTS - 1:
         tl.store(final_state + p_io, b_s, mask=m_vk)
+
+
+@triton.jit
+def merge_kernel(
+    state, segment_state, NUM_SEGMENTS,
+    K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Turns what every run of chunks does to a state (S -> S M + E, transposed; E in V rows, M in K more) into the
+    state before each run, which replaces E."""
+    o_v = tl.program_id(0) * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, KP)
+    i_nh = tl.program_id(1).to(tl.int64)
+    b_s = tl.zeros([BV, KP], tl.float32)
+    if HAS_STATE:
+        p_state = state + i_nh * K * V + o_k[None, :] * V + o_v[:, None]
+        b_s += tl.load(p_state, mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
+    p_run = segment_state + i_nh * NUM_SEGMENTS * (VP + KP) * KP
+    for _ in range(NUM_SEGMENTS):
+        p_sum = p_run + o_v[:, None] * KP + o_k[None, :]
+        b_e = tl.load(p_sum)
+        b_m = tl.load(p_run + (VP + o_k)[:, None] * KP + o_k[None, :])
+        tl.store(p_sum, b_s)
+        b_s = tl.dot(b_s, b_m, b_e, input_precision="tf32x3")
+        p_run += (VP + KP) * KP

@@ -5,6 +5,7 @@ at the head of triton_chunk_forward.py and triton_chunk_backward.py. B batch, T 
 channels, HV value heads of V channels. Nothing here waits for the device, so calls can be captured in a CUDA graph.
 """
 
+import os
 import zlib
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
 from .triton_chunk_backward import chunk_gradient_kernel, reverse_scan_kernel, score_gradient_kernel
-from .triton_chunk_forward import BF16_OPERAND, prep_head_kernel, prep_kernel, scan_kernel
+from .triton_chunk_forward import BF16_OPERAND, merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
 
 CHUNK = 64
 NUM_LEVELS = CHUNK.bit_length() - 1
@@ -126,6 +127,8 @@ BLOCKS = {
 MIN_PADDED_K = 64
 # programs of the scan that fill an H200
 FULL_GRID = 132
+# off until it is timed and checked on a GPU: so far only Triton's interpreter has run it
+SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES") == "1"
 
 
 def shared_memory_of(device):
@@ -200,17 +203,61 @@ def _forward(
         )  # fmt: skip
     else:
         prep_head_kernel[(p.slots * p.HV,)](q, k, gate, beta, cu_seqlens, *prepared, scale, **options)
+    segments = 1 if save else num_segments(p)
+    _scan(p, segments, (v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state), cu_seqlens,
+          (o, errors, states, final), save)  # fmt: skip
+    return outputs
+
+
+def num_segments(p):
+    """Runs of chunks that go side by side where sequences and heads alone leave the device idle; a matter of shapes
+    only, so that equal calls sum in equal order."""
+    if not SPLIT_SEQUENCES:
+        return 1
+    programs = p.N * p.HV * ((p.V + 31) // 32)
+    chunks = p.slots // max(p.N, 1)
+    segments = min(2 * FULL_GRID // programs, chunks // 16)
+    return segments if segments > 1 and p.KP <= 128 and not p.precise else 1
+
+
+def _scan(p, segments, inputs, cu_seqlens, outputs, save):
+    """The scan over whole sequences; or first what each run of chunks does to a state, then the states between runs,
+    then all runs at once."""
+    state = inputs[-1]
     wide = p.blocks.scan
     # row factors cost the registers that a wide block of values would need
     narrow = p.decay < 2 or p.N * p.HV * ((p.V + wide[0] - 1) // wide[0]) <= FULL_GRID // 2
     BV, warps, stages = p.blocks.few_heads if narrow else wide
-    scan_kernel[((p.V + BV - 1) // BV, p.N * p.HV, 1)](
-        v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state, None, cu_seqlens,
-        o, errors, states, final, **p.lengths, NUM_SEGMENTS=1, **p.key_sizes, V=p.V, BV=BV, **p.gate, **p.write,
-        HAS_STATE=state is not None, SEGMENT=0, SAVE=save, **p.varlen, DT=p.wide_dtype,
-        num_warps=warps, num_stages=stages,
+    blocks = (p.V + BV - 1) // BV
+    options = {
+        **p.lengths,
+        "NUM_SEGMENTS": segments,
+        **p.key_sizes,
+        "V": p.V,
+        "BV": BV,
+        **p.gate,
+        **p.write,
+        **p.varlen,
+    }
+    options |= {"HAS_STATE": state is not None, "SAVE": save, "DT": p.wide_dtype, "num_warps": warps}
+    if segments == 1:
+        scan_kernel[(blocks, p.N * p.HV, 1)](
+            *inputs, None, cu_seqlens, *outputs, **options, SEGMENT=0, num_stages=stages
+        )
+        return
+    VP = blocks * BV
+    between = torch.empty(p.N * p.HV, segments, VP + p.KP, p.KP, dtype=torch.float32, device=inputs[0].device)
+    # twice as many programs here: two stages leave room for two of them on a processor
+    scan_kernel[(blocks + p.KP // BV, p.N * p.HV, segments)](
+        *inputs, between, cu_seqlens, *outputs, **options, SEGMENT=1, num_stages=min(stages, 2)
+    )
+    merge_kernel[(VP // 16, p.N * p.HV)](
+        state, between, segments, K=p.K, KP=p.KP, V=p.V, VP=VP, BV=16, HAS_STATE=state is not None,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
-    return outputs
+    scan_kernel[(blocks, p.N * p.HV, segments)](
+        *inputs, between, cu_seqlens, *outputs, **options, SEGMENT=2, num_stages=stages
+    )
 
 
 def _forward_buffers(p, q, v, save):

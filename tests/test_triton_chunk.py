@@ -80,6 +80,9 @@ def check(rule="kda", *, bounds=None, dtype=torch.float32, device="cpu", factor=
     for name, a, b in zip(NAMES, ours, exact, strict=True):
         if a is not None:
             budget = gates if name in ("beta", "log_decay") else main
+            if name == "log_decay" and a.shape[-1] == 1:
+                # a sum over the channels of what largely cancels
+                budget *= 2
             assert a.grad.dtype == a.dtype
             assert rmse(a.grad, b.grad) <= budget, f"d{name}: {rmse(a.grad, b.grad):.1e} is above {budget:.0e}"
 
@@ -139,6 +142,15 @@ def interpreted_logits(lower_bound):
 
 def interpreted_identical_keys():
     check(T=70, keys=1.0, lowest=-1e-5, factor=20)
+
+
+def interpreted_segments(monkeypatch):
+    tensors, _ = make_inputs(T=330, H=2, V=20, N=3, lowest=-0.003)
+    cu_seqlens = torch.tensor([0, 90, 90, 330])
+    expected = host.triton_chunk_delta_rule(*tensors, cu_seqlens=cu_seqlens)
+    monkeypatch.setattr(host, "num_segments", lambda p: 3)
+    for a, b in zip(host.triton_chunk_delta_rule(*tensors, cu_seqlens=cu_seqlens), expected, strict=True):
+        assert_close(a, b, 1e-5)
 
 
 def interpreted_nothing():
