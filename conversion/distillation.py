@@ -18,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 
 from .blocks import PackedBlocks, pad_on_the_right
 from .checkpoint import read_json
-from .evaluate import describe, environment
+from .cost import describe, environment
 from .files import best_device, check_vocabulary, digest, tokenize, write_json
 from .trainers import LayerwiseTrainer, LogitTrainer, output_variances, parameter_groups, recurrent_layers
 

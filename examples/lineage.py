@@ -21,16 +21,10 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from modeling_kda import STAGES, KDAConfig, KDAForCausalLM
-from modeling_kda.conversion.cli import human_bytes, parse_stages
+from modeling_kda.conversion.commands import human_bytes, parse_stages
+from modeling_kda.conversion.cost import decode_speed, describe, environment
 from modeling_kda.conversion.distillation import distill
-from modeling_kda.conversion.evaluate import (
-    compare,
-    cut_windows,
-    decode_speed,
-    describe,
-    environment,
-    evaluate,
-)
+from modeling_kda.conversion.evaluate import compare, cut_windows, evaluate
 from modeling_kda.conversion.files import load_model, load_tokenizer, read_text, tokenize, write_json
 from modeling_kda.conversion.upcycle import upcycle
 

@@ -7,8 +7,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from modeling_kda.conversion.cli import human_bytes
-from modeling_kda.conversion.evaluate import cache_bytes
+from modeling_kda.conversion.commands import human_bytes
+from modeling_kda.conversion.cost import cache_bytes
 
 KEPT, HYBRID, RECURRENT = "#b3541e", "#7a5195", "#00717a"
 

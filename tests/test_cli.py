@@ -11,9 +11,10 @@ from conversion_helpers import TEACHER, sample_text, tiny_student, tiny_teacher,
 
 from modeling_kda import STAGES
 from modeling_kda.conversion import cli
-from modeling_kda.conversion.cli import build_parser, human_bytes, main, parse_override, parse_stages
+from modeling_kda.conversion.cli import build_parser, main
+from modeling_kda.conversion.commands import human_bytes, parse_override, parse_stages
+from modeling_kda.conversion.cost import cache_bytes
 from modeling_kda.conversion.distillation import Recipe
-from modeling_kda.conversion.evaluate import cache_bytes
 
 
 @pytest.fixture(scope="module")
