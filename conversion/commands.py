@@ -16,7 +16,11 @@ def upcycle_command(arguments):
     calibrate = read_text(arguments.calibrate) if arguments.calibrate else None
     overrides = dict(parse_override(pair) for pair in arguments.set)
     report = upcycle(arguments.source, arguments.output, stages, calibrate=calibrate, **overrides)
-    print(json.dumps(report, indent=2))
+    print(f"{'layer':>5}  {'from':<12} {'to':<12} {'carried':>7} {'transformed':>11} {'new':>4}  tensors")
+    for row in report["layers"]:
+        counts = len(row["carried"]), len(row["transformed"]), len(row["new"])
+        print(f"{row['layer']:>5}  {row['from']:<12} {row['to']:<12} {counts[0]:>7} {counts[1]:>11} {counts[2]:>4}")
+    print(f"saved {arguments.output}; every tensor is named in its upcycle.json")
 
 
 def distill_command(arguments):

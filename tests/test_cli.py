@@ -121,7 +121,11 @@ def test_generate_continues_the_prompt_and_repeats_itself(folder, capsys):
 def test_upcycle_writes_a_model_of_the_stages_asked_for(tmp_path, capsys):
     pattern = ["--stages", "kda,softmax", "--set", "output_gate=none", "--set", "short_conv_kernel_size=3"]
     assert main(["upcycle", str(TEACHER), *pattern, "--output", str(tmp_path / "student")]) == 0
-    json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr().out.splitlines()
+    report = json.loads((tmp_path / "student" / "upcycle.json").read_text())
+    for line, row in zip(shown[1:5], report["layers"], strict=True):
+        counts = [str(len(row[kind])) for kind in ("carried", "transformed", "new")]
+        assert line.split() == [str(row["layer"]), row["from"], row["to"], *counts]
     config = json.loads((tmp_path / "student" / "config.json").read_text())
     assert config["stages"] == ["kda", "softmax", "kda", "softmax"]
     assert (config["output_gate"], config["short_conv_kernel_size"]) == ("none", 3)
