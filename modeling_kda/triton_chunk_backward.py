@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
-from .triton_chunk_forward import (
+from .triton_chunk_common import (
     SMALLEST_LOG_DECAY,
     activate_gate,
     exact_dot,

@@ -17,111 +17,26 @@ serves rows and columns at once, for gates of any size, and a later token never 
 The state is held transposed, [V, K], so that every product takes the previous one as its left operand, in registers.
 """
 
-import os
-
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
-# exp of anything below is 0 in fp32, so that clamping a step there changes no bit, and sums stay in fp16's range
-SMALLEST_LOG_DECAY = tl.constexpr(-110.0)
-LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies the bit patterns of bf16 operands
-BF16_OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
-
-
-@triton.jit
-def locate_chunk(i_s, cu_seqlens, T, NT, N, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
-    """Slot -> (first token of the sequence, its length, chunk in the sequence). Sequence n starts at slot
-    cu_seqlens[n] // BT + n, an upper bound that needs no count of chunks; slots past a sequence have nothing to do."""
-    if IS_VARLEN:
-        i_n = i_s * 0
-        i_end = i_n + N
-        while i_end - i_n > 1:
-            i_mid = (i_n + i_end) // 2
-            is_right = tl.load(cu_seqlens + i_mid).to(tl.int32) // BT + i_mid <= i_s
-            i_n = tl.where(is_right, i_mid, i_n)
-            i_end = tl.where(is_right, i_end, i_mid)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-        i_t = i_s - (bos.to(tl.int32) // BT + i_n)
-    else:
-        i_n = i_s // NT
-        bos = i_n.to(tl.int64) * T
-        length = T
-        i_t = i_s - i_n * NT
-    return bos, length, i_t
-
-
-@triton.jit
-def locate_sequence(i_n, cu_seqlens, T, NT, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
-    """Sequence -> (its first token, its length, its first slot)."""
-    if IS_VARLEN:
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-        i_s = bos.to(tl.int32) // BT + i_n
-    else:
-        bos = i_n.to(tl.int64) * T
-        length = T
-        i_s = i_n * NT
-    return bos, length, i_s
-
-
-@triton.jit
-def exact_dot(a, b, A_IS_MASK: tl.constexpr):
-    """a @ b where one factor holds only 0 and 1: the other is split in three bf16 parts, so fp32 survives."""
-    x = b if A_IS_MASK else a
-    hi = x.to(BF16_OPERAND)
-    rest = x - hi.to(tl.float32)
-    mid = rest.to(BF16_OPERAND)
-    lo = (rest - mid.to(tl.float32)).to(BF16_OPERAND)
-    m = (a if A_IS_MASK else b).to(BF16_OPERAND)
-    if A_IS_MASK:
-        product = tl.dot(m, hi) + (tl.dot(m, mid) + tl.dot(m, lo))
-    else:
-        product = tl.dot(hi, m) + (tl.dot(mid, m) + tl.dot(lo, m))
-    return product
-
-
-@triton.jit
-def sum_steps(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """Exponents: matrix i_m of `steps` (0/1, [BT, BT]) times the log-decays [BT, BK]. Rounding those to fp16 moves a
-    factor e^-x by at most x e^-x 2^-12 < 1e-4, less than the rounding of the 16-bit operands that it multiplies."""
-    o_i = tl.arange(0, BT)
-    # loaded, because a mask computed here would cost registers and go to shared memory anyway
-    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
-    return exact_dot(m, b_g, True) if PRECISE else tl.dot(m, b_g.to(tl.float16))
-
-
-@triton.jit
-def level_pairs(i_l, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[BT, BT] mask of the pairs (later row i in a right half, earlier row j in the left half beside it)."""
-    # built from rows and columns that depend on the level: a mask made in 2D would sit in registers across the loop
-    left = tl.arange(0, BT) >> i_l
-    right = tl.where((left & 1) == 1, left - 1, -1)
-    return left[:, None] == right[None, :] if TRANSPOSED else right[:, None] == left[None, :]
-
-
-@triton.jit
-def head_sums(b_g, BT: tl.constexpr):
-    """Sums of one head's log-decays up to each token of the chunk, and after it."""
-    o_i = tl.arange(0, BT)[:, None]
-    o_t = tl.arange(0, BT)[None, :]
-    return tl.sum(tl.where(o_t <= o_i, b_g[None, :], 0.0), 1), tl.sum(tl.where(o_t > o_i, b_g[None, :], 0.0), 1)
-
-
-@triton.jit
-def head_decay_matrix(b_g, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """exp(sum of the steps j < t <= i) for one rate per head, [i, j] or [j, i]; 1 where i <= j."""
-    o_i = tl.arange(0, BT)[:, None]
-    o_t = tl.arange(0, BT)[None, :]
-    if TRANSPOSED:
-        b_sum = exact_dot(tl.where(o_t > o_i, b_g[None, :], 0.0), (o_i <= o_t).to(tl.float32), False)
-    else:
-        b_sum = exact_dot(tl.where(o_t <= o_i, b_g[None, :], 0.0), (o_i > o_t).to(tl.float32), False)
-    return tl.exp(b_sum)
+from .triton_chunk_common import (
+    activate_gate,
+    head_decay_matrix,
+    head_sums,
+    level_pairs,
+    load_beta,
+    load_factors,
+    load_gate,
+    load_key_block,
+    load_values,
+    locate_chunk,
+    locate_sequence,
+    sum_steps,
+)
 
 
 @triton.jit
@@ -136,53 +51,10 @@ def load_inverse_norm(x, o_row, m_t, D: tl.constexpr, BD: tl.constexpr, BT: tl.c
 
 
 @triton.jit
-def load_beta(beta, i_row, o_row, m_t, HAS_BETA: tl.constexpr, RAW: tl.constexpr):
-    """Write strengths of the rows; RAW: from their logits. Rows past the end write nothing."""
-    if HAS_BETA:
-        b_beta = tl.load(beta + i_row + o_row, mask=m_t, other=0.0).to(tl.float32)
-        if RAW:
-            b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
-    else:
-        b_beta = m_t.to(tl.float32)
-    return b_beta
-
-
-@triton.jit
-def softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-
-
-@triton.jit
-def activate_gate(b_x, b_bias, rate, lower_bound, m, GATE: tl.constexpr):
-    """Log-decays: GATE 0 given, or from logits, 1 -rate softplus(x + bias), 2 bound sigmoid(rate (x + bias))."""
-    if GATE == 1:
-        b_x = -rate * softplus(b_x + b_bias)
-    elif GATE == 2:
-        b_x = lower_bound * tl.sigmoid(rate * (b_x + b_bias))
-    if GATE:
-        b_x = tl.where(m, b_x, 0.0)
-    return tl.maximum(b_x, SMALLEST_LOG_DECAY)
-
-
-@triton.jit
 def load_rows(x, o_row, o_k, m_t, b_r, K: tl.constexpr):
     """[BT, BK] of q or k in fp32, times a factor per row."""
     m_tk = m_t[:, None] & (o_k < K)[None, :]
     return tl.load(x + o_row[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_r[:, None]
-
-
-@triton.jit
-def load_gate(gate, dt_bias, o_row, o_k, m_t, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr):
-    """[BT, BK] log-decays in units of log 2, 0 outside."""
-    m_k = o_k < K
-    m_tk = m_t[:, None] & m_k[None, :]
-    b_x = tl.load(gate + o_row[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-    if GATE:
-        b_bias = tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_g = activate_gate(b_x, b_bias[None, :], rate, lower_bound, m_tk, GATE)
-    else:
-        b_g = activate_gate(b_x, 0.0, rate, lower_bound, m_tk, GATE)
-    return b_g * LOG2_E
 
 
 @triton.jit
@@ -369,62 +241,6 @@ def prep_head_kernel(
             b_x = invert_level(b_x, b_m, DT)
         b_z = tl.dot(b_x.to(DT), b_n.to(DT), input_precision="tf32x3")
         tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
-
-
-@triton.jit
-def load_key_block(
-    keys, i_row, i_slot, i_t, length, heads, i_h,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """[BT, KP] (or [KP, BT]) of a per-slot tensor (DECAY = 2), or of the rows of the input itself."""
-    if TRANSPOSED:
-        o_i = tl.arange(0, BT)[None, :]
-        o_k = tl.arange(0, KP)[:, None]
-    else:
-        o_i = tl.arange(0, BT)[:, None]
-        o_k = tl.arange(0, KP)[None, :]
-    if DECAY == 2:
-        b_keys = tl.load(keys + (i_slot * BT + o_i) * KP + o_k)
-    else:
-        mask = (i_t * BT + o_i < length) & (o_k < K)
-        b_keys = tl.load(keys + ((i_row + o_i) * heads + i_h) * K + o_k, mask=mask, other=0.0)
-    return b_keys
-
-
-@triton.jit
-def load_values(
-    x, bos, i_t, length, i_hv, o_v,
-    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """[BV, BT] of one chunk of a tensor [tokens, HV, V]; 0 outside."""
-    o_i = tl.arange(0, BT)[None, :]
-    mask = (o_v < V)[:, None] & (i_t * BT + o_i < length)
-    return tl.load(x + ((bos + i_t * BT) * HV + i_hv) * V + o_i * (HV * V) + o_v[:, None], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_factors(
-    beta, total, row_q, row_k, row_out, bos, first, i_t, length, i_hv,
-    HV: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-    DECAY: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-):  # fmt: skip
-    """The write strengths of a chunk, e^{G_C} ([KP], or one number for all) and the factors of its rows of q and k."""
-    o_i = tl.arange(0, BT)
-    i_slot = (first + i_t).to(tl.int64) * HV + i_hv
-    b_beta = load_beta(beta, (bos + i_t * BT) * HV + i_hv, o_i * HV, i_t * BT + o_i < length, HAS_BETA, RAW_BETA)
-    b_total = 1.0
-    b_rq = 1.0
-    b_rk = 1.0
-    b_ro = 1.0
-    if DECAY == 2:
-        b_total = tl.load(total + i_slot * KP + tl.arange(0, KP))
-    elif DECAY == 1:
-        b_total = tl.load(total + i_slot)
-    if DECAY != 2:
-        b_rq = tl.load(row_q + i_slot * BT + o_i)
-        b_rk = tl.load(row_k + i_slot * BT + o_i)
-        b_ro = tl.load(row_out + i_slot * BT + o_i)
-    return b_beta, b_total, b_rq, b_rk, b_ro
 
 
 @triton.jit

@@ -7,7 +7,6 @@ channels, HV value heads of V channels. Nothing here waits for the device, so ca
 
 import os
 import zlib
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
 from .triton_chunk_backward import chunk_gradient_kernel, reverse_scan_kernel, score_gradient_kernel
-from .triton_chunk_forward import BF16_OPERAND, merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
+from .triton_chunk_blocks import BLOCKS, CHUNK, FULL_GRID, MIN_PADDED_K, NUM_LEVELS, fit, shared_memory_of, step_masks
+from .triton_chunk_common import BF16_OPERAND
+from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
 
-CHUNK = 64
-NUM_LEVELS = CHUNK.bit_length() - 1
 MAX_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -104,48 +103,8 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     return o, final
 
 
-class Blocks(NamedTuple):
-    """Block lengths, warps and stages of the kernels for one size of head; chosen on an H200, never by timing here."""
-
-    prep: tuple  # key channels at a time, warps, stages
-    scan: tuple  # value channels of one program, warps, stages
-    few_heads: tuple  # the same where that leaves processors idle
-    reverse: tuple  # the same for the scan back
-    gradient: tuple  # key channels of one program, value channels at a time, warps, stages
-
-
-# (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew.
-# Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that.
-BLOCKS = {
-    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 64, 4, 1)),
-    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 64, 4, 1)),
-    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 64, 4, 1)),
-    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1)),
-    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1)),
-    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (64, 32, 4, 1)),
-}
-MIN_PADDED_K = 64
-# programs of the scan that fill an H200
-FULL_GRID = 132
 # off until it is timed and checked on a GPU: so far only Triton's interpreter has run it
 SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES") == "1"
-
-
-def shared_memory_of(device):
-    """Bytes of shared memory that one program may use."""
-    if device.type != "cuda":
-        return 232448
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def fit(blocks, shared_memory):
-    """The same blocks with as many stages, and as wide scans, as the shared memory of the device allows."""
-    if shared_memory >= 220_000:
-        return blocks
-    deepest = 2 if shared_memory >= 160_000 else 1
-    shallow = {name: (*getattr(blocks, name)[:-1], min(getattr(blocks, name)[-1], deepest)) for name in blocks._fields}
-    blocks = Blocks(**shallow)
-    return blocks if deepest == 2 else blocks._replace(scan=blocks.few_heads)
 
 
 class Problem:
@@ -408,23 +367,3 @@ def _differentiate(ctx, do, d_final, *_):
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
-
-STEP_MASKS = {}
-
-
-def step_masks(device):
-    """0/1 matrices [9, C, C] that sum log-decays: for each level l the steps between row i and the middle of its
-    2^(l+1) rows, then the steps up to i, those after i, and those from i on."""
-    if device in STEP_MASKS:
-        return STEP_MASKS[device]
-    i = torch.arange(CHUNK, device=device)[:, None]
-    t = i.T
-    masks = []
-    for level in range(NUM_LEVELS):
-        middle = ((i >> level) | 1) << level
-        masks.append(torch.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle)))
-    masks = torch.stack([*masks, t <= i, t > i, t >= i]).to(torch.float16)
-    # memory of a graph under capture holds nothing until the graph runs
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        STEP_MASKS[device] = masks
-    return masks
