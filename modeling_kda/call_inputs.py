@@ -192,7 +192,7 @@ def assume_documents(shape, position_ids, seq_idx, cu_seqlens, *, real, ordinary
 
 def _past_length(cache, shape):
     """Tokens in the cache: an int, or a tensor where torch.compile must not look into it."""
-    if shape.numel() == 0:
+    if shape[0] == 0 or shape[1] == 0:
         raise ValueError(
             f"the input must hold at least one row and one token per row, got [B, T] = {list(shape)}; with a cache "
             "that covers the whole prompt, crop the last token and pass it again"
