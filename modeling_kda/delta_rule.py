@@ -37,7 +37,7 @@ SLAB_BYTES_OF_ACCELERATORS = 2**26
 
 
 def recurrent_delta_rule(
-    q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None
+    q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None, inplace=False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step per token. This is the definition: every other path is tested against it.
 
@@ -46,29 +46,36 @@ def recurrent_delta_rule(
         v: [B, T, HV, V], HV a multiple of H; value head i uses query/key head i // (HV // H).
         beta: [B, T, HV], None for ones.
         log_decay: [B, T, HV, 1 or K], at most 0 (-inf forgets everything), None for zeros.
-        state: [B, HV, K, V], None for zeros; never modified. With `cu_seqlens`: [N, HV, K, V].
+        state: [B, HV, K, V], None for zeros. With `cu_seqlens`: [N, HV, K, V].
         erase: write v minus what k already retrieves (delta rule), or just v.
         scale: multiplies the output, default K ** -0.5.
         cu_seqlens: [N + 1] int32 or int64, for N sequences packed along T (then B is 1): sequence n is the tokens
             from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none.
+        inplace: overwrite `state` with the new state and return it; otherwise it is never modified. For decoding: one
+            token takes half the time. `state` must be contiguous and in the dtype of the result, and no input may
+            need a gradient.
 
     Returns:
         o [B, T, HV, V] in the dtype of v, and the state after the last token in float32.
         All is computed in float32, also under autocast, or in float64 if an input is float64.
 
     Raises:
-        ValueError: a shape or a dtype does not fit.
+        ValueError: a shape or a dtype does not fit, or `inplace` is not possible.
     """
     x = _check(q, k, v, beta, log_decay, state, scale, cu_seqlens)
+    if inplace and (x.needs_grad or state is not x.state or not state.is_contiguous()):
+        raise ValueError(f"inplace needs a contiguous state of dtype {x.state.dtype} and no gradients; leave it out")
     tokens = (q, k, v, x.beta, x.log_decay)
     with _without_autocast(q.device):
         if cu_seqlens is not None:
-            o, state = _loop_over_sequences(tokens, x, erase)
+            o, new_state = _loop_over_sequences(tokens, x, erase)
         elif q.shape[1] == 1 and not x.needs_grad:
-            o, state = _decode_step(*tokens, x.state, x.scale, erase)
+            o, new_state = _decode_step(*tokens, x.state, x.scale, erase, inplace)
         else:
-            o, state = _loop_over_tokens(*tokens, x.state, x.scale, erase)
-    return o.to(v.dtype), state
+            o, new_state = _loop_over_tokens(*tokens, x.state, x.scale, erase)
+    if inplace and new_state is not state:
+        new_state = state.copy_(new_state)
+    return o.to(v.dtype), new_state
 
 
 def chunk_delta_rule(
@@ -118,9 +125,11 @@ def _retrieve(S, x):
     return (S * x[..., None]).sum(2)
 
 
-def _decode_step(q, k, v, beta, log_decay, state, scale, erase):
-    """One token without gradients: the decayed state is written once, read once for k and q together, added to once."""
-    S = (state * log_decay[:, 0].to(state.dtype).exp()[..., None]).flatten(0, 1)  # [B * HV, K, V]
+def _decode_step(q, k, v, beta, log_decay, state, scale, erase, inplace):
+    """One token without gradients: three passes over the state, to decay it, to read it for k and q, and to write."""
+    decay = log_decay[:, 0].to(state.dtype).exp()[..., None]
+    new_state = state.mul_(decay) if inplace else (state * decay).contiguous()
+    S = new_state.flatten(0, 1)  # [B * HV, K, V], a view: what is written below reaches new_state
     kq = torch.stack((k[:, 0], q[:, 0]), 2).to(S.dtype)  # [B, H, 2, K]
     if k.shape[2] < v.shape[2]:
         kq = kq.repeat_interleave(v.shape[2] // k.shape[2], 1)
@@ -131,7 +140,7 @@ def _decode_step(q, k, v, beta, log_decay, state, scale, erase):
     writes = (e - retrieved if erase else e) * beta.to(S.dtype).reshape(-1, 1)
     o = torch.addcmul(o, writes, torch.linalg.vecdot(q, k)[:, None]) * scale
     S.baddbmm_(k[:, :, None], writes[:, None])
-    return o.view(v.shape), S.view(state.shape)
+    return o.view(v.shape), new_state
 
 
 class _Plan(NamedTuple):

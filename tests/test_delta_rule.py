@@ -75,6 +75,35 @@ def test_decoding_one_token_equals_the_definition(stage, HV):
     assert relative_error(state, expected["final state"]) < 1e-14
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("T", [1, 5])
+def test_only_inplace_touches_the_state(T, inplace):
+    *tokens, state = random_inputs(B=3, T=T, HV=4, dtype=torch.float32)
+    before, expected = state.clone(), recurrent_delta_rule(*tokens, state.clone())
+    o, new_state = recurrent_delta_rule(*tokens, state, inplace=inplace)
+    assert torch.equal(o, expected[0])
+    assert torch.equal(new_state, expected[1])
+    assert (new_state is state) == inplace
+    assert torch.equal(state, expected[1] if inplace else before)
+
+
+def test_packed_states_in_place():
+    *tokens, state = random_inputs(B=1, T=9, N=3)
+    options = {"cu_seqlens": torch.tensor([0, 4, 4, 9])}
+    expected = recurrent_delta_rule(*tokens, state.clone(), **options)[1]
+    assert recurrent_delta_rule(*tokens, state, inplace=True, **options)[1] is state
+    assert torch.equal(state, expected)
+
+
+def test_decoding_from_a_state_in_any_memory_layout():
+    *tokens, state = random_inputs(B=3, T=1, HV=4)
+    expected = recurrent_delta_rule(*tokens, state)
+    for dims in ((0, 1), (2, 3), (1, 3)):
+        odd = state.transpose(*dims).contiguous().transpose(*dims)
+        for actual, x in zip(recurrent_delta_rule(*tokens, odd), expected, strict=True):
+            assert relative_error(actual, x) < 1e-14
+
+
 # ---------------------------------------------------------------- chunk form = step form
 
 
@@ -557,6 +586,14 @@ def test_wrong_bounds_are_refused(path, bounds):
     q, v = torch.zeros(1, 9, 2, 3), torch.zeros(1, 9, 2, 4)
     with pytest.raises(ValueError, match="cu_seqlens"):
         path(q, q, v, cu_seqlens=bounds)
+
+
+def test_inplace_is_refused_where_it_cannot_be():
+    *tokens, state = random_inputs(T=1, dtype=torch.float32)
+    states = [None, state.bfloat16(), state.transpose(2, 3), state.clone().requires_grad_()]
+    for state in states:
+        with pytest.raises(ValueError, match="inplace"):
+            recurrent_delta_rule(*tokens, state, inplace=True)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -16, 8, 40])

@@ -123,9 +123,10 @@ def time_decode(repeats, calls_per_sample=20):
     """One token: our step and transformers' as multiples of the time to copy the state."""
     q, k, v, beta, log_decay = random_inputs(1, DECODE_HEADS)
     state = torch.randn(1, DECODE_HEADS, SHAPE["K"], SHAPE["V"])
-    target = torch.empty_like(state)
+    target, own_state = torch.empty_like(state), state.clone()
     steps = {
         "ours": lambda: recurrent_delta_rule(q, k, v, beta, log_decay, state),
+        "ours, in place": lambda: recurrent_delta_rule(q, k, v, beta, log_decay, own_state, inplace=True),
         "transformers": lambda: recurrent_kimi_delta_attention(q, k, v, log_decay, beta, state, True),
         "copy": lambda: target.copy_(state),
         "copy to new memory": state.clone,
