@@ -113,8 +113,9 @@ class KDAModel(KDAPreTrainedModel):
             attention_mask: [B, S] with 0 on padding, anywhere in the past and present tokens (S = past + T); or a
                 causal [B, 1, T, S] mask, bool or additive; or a dict with one mask per entry of `config.layer_types`
                 (learned positions then need `position_ids`); or None.
-            position_ids: [B, T]. A row in which they start again holds several packed documents, which never see each
-                other; `cu_seq_lens_q` [N+1] (for one row) or `seq_idx` [B, T] say the same.
+            position_ids: [B, T]. Where they do not go up by one, a new packed document starts, as everywhere in
+                transformers; documents never see each other. `cu_seq_lens_q` [N+1] (for one row) or `seq_idx` [B, T]
+                say the same.
             cache: what earlier calls returned, or a new `KDACache`, `DynamicCache` or `StaticCache`.
             use_cache: whether to make and return a cache; ignored in training mode and for packed rows.
 

@@ -13,8 +13,6 @@ every_pattern = pytest.mark.parametrize("stages", PATTERNS)
 recurrent_patterns = pytest.mark.parametrize("stages", RECURRENT_PATTERNS)
 # mean error of logits of order one; single values may differ more where a norm sees a nearly empty state
 HALF_PRECISION = 0.1
-# everything that is computed in fp32 whatever the dtype of the weights
-DECAY = 1e-6
 
 OPTIONS = {
     "no convolution": {"short_conv_kernel_size": 0},

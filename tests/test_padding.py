@@ -8,6 +8,8 @@ from torch import nn
 from modeling_kda import KDACache
 
 every_pattern = pytest.mark.parametrize("stages", PATTERNS)
+# sums in another order, in fp64, relative to the largest gradient of the model
+GRADIENT = 1e-10
 
 
 def real(*rows):
@@ -150,7 +152,6 @@ def test_right_padding_changes_neither_loss_nor_gradients(stages, with_mask):
         model.zero_grad()
         total = sum(losses)
         total.backward()
-        # a tied head and layers that the loss does not reach have no surprise here: every parameter has a gradient
         return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
     def loss(rows, labels, mask=None):
@@ -164,4 +165,4 @@ def test_right_padding_changes_neither_loss_nor_gradients(stages, with_mask):
     largest = max(gradient.abs().max() for gradient in single.values())
     for name, gradient in single.items():
         error = (batched[name] - gradient).abs().max() / largest
-        assert error < 1e-10, f"{name}: {error:.1e}"
+        assert error < GRADIENT, f"{name}: {error:.1e}"
