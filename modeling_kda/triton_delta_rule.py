@@ -31,7 +31,8 @@ def triton_chunk_delta_rule(
     """The chunked delta rule on a GPU, differentiable, with the meaning of `recurrent_delta_rule`.
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V] with HV a multiple of H. bf16, fp16 or fp32; v's dtype sets the precision.
+        q, k: [B, T, H, K]. v: [B, T, HV, V] with HV a multiple of H. bf16, fp16 or fp32; q and k are taken in the
+            dtype of v.
         beta: [B, T, HV] or None for 1. log_decay: [B, T, HV, 1 or K], <= 0, or None for 0. Any float dtype.
         state: [B, HV, K, V], or None for zeros. With cu_seqlens [N, HV, K, V].
         erase: whether a token first subtracts what its key already retrieves; keys must then be about unit vectors.
@@ -95,6 +96,8 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     reason = unsupported(q, k, v, beta, gate, state, cu_seqlens=cu_seqlens)
     if reason:
         raise ValueError(reason)
+    # only kernels for equal dtypes are checked on a GPU; the products are in v's precision in any case
+    q, k = q.to(v.dtype), k.to(v.dtype)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

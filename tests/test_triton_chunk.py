@@ -33,17 +33,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def make_inputs(
-    rule="kda", T=100, H=1, group=1, K=16, V=16, B=1, N=None, dtype=torch.float32, lowest=-5.0, device="cpu", keys=0.0
-):
-    """keys: how much of every key is the same vector."""
+    rule="kda", T=100, H=1, group=1, K=16, V=16, B=1, N=None, dtype=torch.float32, lowest=-5.0, device="cpu", keys=0.0,
+    key_dtype=None,
+):  # fmt: skip
+    """keys: how much of every key is the same vector. key_dtype: of q and k, where it is not that of v."""
     channels, erase, has_beta = RULES[rule]
     HV = H * group
 
     def random(*shape):
         return torch.randn(*shape, device=device)
 
-    q = F.normalize(random(B, T, H, K), dim=-1).to(dtype)
-    k = F.normalize((1 - keys) * random(B, T, H, K) + keys * random(1, 1, H, K), dim=-1).to(dtype)
+    q = F.normalize(random(B, T, H, K), dim=-1).to(key_dtype or dtype)
+    k = F.normalize((1 - keys) * random(B, T, H, K) + keys * random(1, 1, H, K), dim=-1).to(key_dtype or dtype)
     v = random(B, T, HV, V).to(dtype)
     beta = 2 * torch.rand(B, T, HV, device=device) if has_beta else None
     log_decay = lowest * (3 * random(B, T, HV, K if channels == "K" else 1)).sigmoid() if channels else None
@@ -126,6 +127,11 @@ def interpreted_bf16():
     check(T=70, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("rule", ["kda", "gated_delta"])
+def interpreted_fp32_keys_with_bf16_values(rule):
+    check(rule, T=66, dtype=torch.bfloat16, key_dtype=torch.float32, factor=2)
+
+
 @pytest.mark.parametrize("lowest", [-1e-5, -316.0, -1e4])
 def interpreted_gates(lowest):
     check(T=66, lowest=lowest)
@@ -179,6 +185,12 @@ def test_rules(rule, dtype):
     factor = 1.5 if rule == "delta" else 1.0
     check(rule, T=200, H=2, group=2, K=128, V=128, dtype=dtype, device="cuda", factor=factor)
     check(rule, T=130, B=3, K=64, V=65, dtype=dtype, device="cuda")
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", ["kda", "gated_delta"])
+def test_fp32_keys_with_bf16_values(rule):
+    check(rule, T=200, H=2, K=128, V=128, dtype=torch.bfloat16, key_dtype=torch.float32, device="cuda", factor=2)
 
 
 @on_gpu
