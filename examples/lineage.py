@@ -60,6 +60,7 @@ def main():
         "settings": walk.settings,
         "environment": environment(walk.teacher),
         "seconds": round(time.time() - start, 1),
+        "resumed": walk.resumed,
         "teacher": walk.teacher_numbers,
         "identities": identities,
         "stages": rows,
@@ -94,7 +95,7 @@ class Walk:
         self._keep_or_clear()
 
     def _keep_or_clear(self):
-        """Students of an earlier run are kept if it had the same settings."""
+        """Students of an earlier run are kept if it had the same settings; `resumed` says whether there are any."""
         self.settings = {
             "teacher": describe(self.teacher),
             "text": [Path(path).name for path in self.options.text],
@@ -105,6 +106,7 @@ class Walk:
         noted = self.output / "settings.json"
         if not noted.is_file() or json.loads(noted.read_text()) != self.settings:
             shutil.rmtree(self.output / "students", ignore_errors=True)
+        self.resumed = (self.output / "students").exists()
         write_json(noted, self.settings)
 
     def convert(self, name, stages):
@@ -260,6 +262,8 @@ def as_table(results):
         "",
         "KL: nats per token from the teacher. Recall: gain on a passage read twice, in nats per token, and hit rate",
         "on random tokens read twice. Cache: one sequence. Speed: one sequence, random weights of the same shape.",
+        "Students learnt from other parts of the same books, so a perplexity below the teacher's is no better model:",
+        "KL and recall tell how far it is from its teacher.",
     ]
     return "\n".join(lines) + "\n"
 
