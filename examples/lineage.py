@@ -262,8 +262,8 @@ def as_table(results):
         "",
         "KL: nats per token from the teacher. Recall: gain on a passage read twice, in nats per token, and hit rate",
         "on random tokens read twice. Cache: one sequence. Speed: one sequence, random weights of the same shape.",
-        "Students learnt from other parts of the same books, so a perplexity below the teacher's is no better model:",
-        "KL and recall tell how far it is from its teacher.",
+        "Students learnt from other parts of the same books, so a perplexity below the teacher's is no sign of a",
+        "better model: KL and recall tell how far it is from its teacher.",
     ]
     return "\n".join(lines) + "\n"
 
