@@ -151,12 +151,14 @@ def parse_override(pair):
 
 def check_generation(config, length, new_tokens, temperature):
     """Raises: ValueError for what `generate` would refuse late or not at all."""
+    from .cost import last_position
+
     if new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
     if temperature < 0:
         raise ValueError(f"--temperature must not be negative, got {temperature}")
-    limit = config.max_position_embeddings
-    if getattr(config, "position_embedding", "learned") == "learned" and length + new_tokens > limit:
+    limit = last_position(config)
+    if limit is not None and length + new_tokens > limit:
         raise ValueError(
             f"the model has {limit} positions, but the prompt has {length} tokens and {new_tokens} more are wanted; "
             "shorten one of them"

@@ -10,6 +10,8 @@ import transformers
 
 from modeling_kda.stages import STAGES
 
+DECODE_STEPS = 32
+
 
 def cache_bytes(config, num_tokens, batch=1, dtype=torch.float32):
     """Bytes that a model keeps between two calls after `num_tokens` tokens, by formula.
@@ -83,20 +85,32 @@ def cache_report(model, windows, memory_tokens):
     }
 
 
-@torch.inference_mode()
-def decode_speed(model, context, *, steps=32, batch=1, seed=0):
-    """Time greedy decoding after a prompt of random tokens, which is read once: `steps` single tokens are timed.
+def last_position(config):
+    """How many tokens a model can read, or None if it has no table of positions that could end."""
+    return None if getattr(config, "position_embedding", "learned") == "none" else config.max_position_embeddings
 
-    Returns: context, batch, median milliseconds per step and tokens per second.
 
-    Raises: ValueError if the model has too few positions.
-    """
-    last = model.config.max_position_embeddings
-    if getattr(model.config, "position_embedding", "learned") == "learned" and context + steps > last:
+def check_decoding(config, context, steps=DECODE_STEPS, batch=1):
+    """Raises: ValueError if `decode_speed` cannot measure this."""
+    last = last_position(config)
+    if context < 1 or steps < 1 or batch < 1:
+        raise ValueError(f"context, steps and batch must be at least 1, got {context}, {steps} and {batch}")
+    if last is not None and context + steps > last:
         raise ValueError(
             f"decoding {steps} tokens after {context} needs {context + steps} positions, the model has {last}; "
             "give a shorter context"
         )
+
+
+@torch.inference_mode()
+def decode_speed(model, context, *, steps=DECODE_STEPS, batch=1, seed=0):
+    """Time greedy decoding after a prompt of random tokens, which is read once: `steps` single tokens are timed.
+
+    Returns: context, batch, median milliseconds per step and tokens per second.
+
+    Raises: ValueError if the model has too few positions, or for numbers below 1.
+    """
+    check_decoding(model.config, context, steps, batch)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.config.vocab_size, (batch, context), generator=generator).to(model.device)
     out = model(prompt, use_cache=True, logits_to_keep=1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
-from .cost import cache_report, decode_speed, describe, environment
+from .cost import cache_report, check_decoding, decode_speed, describe, environment, last_position
 from .files import check_vocabulary, digest, tokenize, write_json
 
 PROTOCOL = (
@@ -40,7 +40,7 @@ def evaluate(
     """Measure one model, and its teacher on the same windows.
 
     Args:
-        model: a causal language model (`KDAForCausalLM`, `GPT2LMHeadModel`).
+        model: a causal language model (`KDAForCausalLM`, `GPT2LMHeadModel`); both models are put into eval mode.
         tokenizer: its tokenizer.
         text: held-out text, a string or a list of strings.
         teacher: the model it came from, for KL(teacher || student) and top-1 agreement.
@@ -57,25 +57,30 @@ def evaluate(
 
     Returns: the result, a dict that JSON can hold.
 
-    Raises: ValueError for an empty text, a text shorter than a window, or vocabularies that differ.
+    Raises: ValueError for an empty text, a text shorter than a window, vocabularies that differ, or lengths that the
+        models or the window do not hold.
     """
     ids = tokenize(tokenizer, text)
     check_vocabulary(ids, student=model, teacher=teacher)
-    window = window or min(m.config.max_position_embeddings for m in (model, teacher) if m is not None) - 1
+    models = [m.eval() for m in (model, teacher) if m is not None]
+    positions = min(m.config.max_position_embeddings for m in models)
+    window = positions - 1 if window is None else window
+    recall_length = max(2, window // 4) if recall_length is None else recall_length
     windows = cut_windows(ids, window, max_windows)
-    recall_length = recall_length or max(2, window // 4)
+    _check_lengths(models, window, recall_length, batch_size)
+    for context in decode_contexts:
+        check_decoding(model.config, context)
 
     result = {
         "protocol": PROTOCOL.format(windows=len(windows), window=window, dtype=str(model.dtype).split(".")[-1]),
         "model": describe(model),
         "text": {"tokens": len(ids), "sha256_of_tokens": digest(ids)},
-        "perplexity": None,
+        **compare(model, windows, teacher, batch_size),
         "recall": recall(model, tokenizer, windows, recall_length, recall_sequences, seed),
         "cache": cache_report(model, windows, memory_tokens),
         "decode": [decode_speed(model, context) for context in decode_contexts],
         "environment": environment(model),
     }
-    result.update(compare(model, windows, teacher, batch_size))
     if teacher is not None:
         result["teacher"]["model"] = describe(teacher)
         result["teacher"]["recall"] = recall(teacher, tokenizer, windows, recall_length, recall_sequences, seed)
@@ -85,6 +90,19 @@ def evaluate(
     return result
 
 
+def _check_lengths(models, window, recall_length, batch_size):
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    for model in models:
+        positions = last_position(model.config)
+        if positions is not None and window > positions:
+            raise ValueError(
+                f"the model has {positions} positions, got a window of {window} tokens; give a shorter one"
+            )
+    if not 2 <= recall_length <= window // 2:
+        raise ValueError(f"recall_length must be 2 to half of the window, {window // 2}, got {recall_length}")
+
+
 def cut_windows(ids, window, max_windows=None):
     """The full, non-overlapping windows of a text.
 
@@ -92,8 +110,10 @@ def cut_windows(ids, window, max_windows=None):
 
     Raises: ValueError if the window is too short to predict anything, or the text shorter than one window.
     """
-    if window < 2:
-        raise ValueError(f"a window must have at least 2 tokens, got {window}")
+    if window < 4:
+        raise ValueError(f"a window must have at least 4 tokens, got {window}")
+    if max_windows is not None and max_windows < 1:
+        raise ValueError(f"max_windows must be at least 1, got {max_windows}")
     count = len(ids) // window
     if count == 0:
         raise ValueError(
@@ -109,7 +129,7 @@ def compare(model, windows, teacher=None, batch_size=4):
     Args: windows: int64 [N, W].
     """
     losses, teacher_losses, kl, same = [], [], [], []
-    for batch in tqdm(windows.split(batch_size), desc="perplexity", leave=False):
+    for batch in tqdm(windows.split(batch_size), desc="perplexity", leave=False, disable=None):
         logits = model(batch.to(model.device), use_cache=False).logits
         teacher_logits = None if teacher is None else teacher(batch.to(teacher.device), use_cache=False).logits
         # row by row: float32 copies of a whole batch of logits would be the largest thing in memory

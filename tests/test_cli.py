@@ -182,7 +182,7 @@ def test_wrong_input_gets_one_line(folder, tmp_path, capsys):
     assert "No such file" in error("evaluate", student, "--text", tmp_path / "missing.txt")
     assert "is empty" in error("evaluate", student, "--text", tmp_path / "empty.txt")
     assert "must be a UTF-8 text file" in error("evaluate", student, "--text", tmp_path / "latin.txt")
-    assert "at least 2 tokens, got 1" in error("evaluate", student, "--text", text, "--window", "1")
+    assert "at least 4 tokens, got 1" in error("evaluate", student, "--text", text, "--window", "1")
     assert "needs 132 positions" in error("evaluate", student, "--text", text, "--decode", "100")
     assert "the prompt is empty" in error("generate", student, "")
     assert "64 positions" in error("generate", student, "Alice", "--max-new-tokens", "100")

@@ -109,7 +109,17 @@ def test_recall_depends_on_its_seed_alone():
     [
         ("  \n", {}, "the text is empty"),
         ("too short", {"window": 60}, "at least one window of 60 tokens"),
-        ("too short", {"window": 1}, "at least 2 tokens, got 1"),
+        ("too short", {"window": 1}, "at least 4 tokens, got 1"),
+        ("too short", {"window": 0}, "at least 4 tokens, got 0"),
+        (sample_text(400), {"window": 65}, "64 positions, got a window of 65"),
+        (sample_text(400), {"window": 8, "recall_length": 5}, "half of the window, 4, got 5"),
+        (sample_text(400), {"batch_size": 0}, "batch_size must be at least 1"),
+        (sample_text(400), {"max_windows": 0}, "max_windows must be at least 1"),
+        (
+            sample_text(400),
+            {"window": 8, "decode_contexts": [0]},
+            "context, steps and batch must be at least 1, got 0",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(text, options, message):
