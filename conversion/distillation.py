@@ -18,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 
 from .blocks import PackedBlocks, pad_on_the_right
 from .checkpoint import read_json
-from .cost import describe, environment
+from .cost import describe, environment, last_position
 from .files import best_device, check_vocabulary, digest, tokenize, write_json
 from .trainers import LayerwiseTrainer, LogitTrainer, output_variances, parameter_groups, recurrent_layers
 
@@ -97,7 +97,7 @@ def distill(student, teacher, text, output, *, tokenizer, progress=True, **recip
     ids = tokenize(tokenizer, text, end_of_text=True)
     check_vocabulary(ids, student=student, teacher=teacher)
     _check_shapes(student, teacher, recipe)
-    block_size = recipe.block_size or min(m.config.max_position_embeddings for m in (student, teacher)) - 1
+    block_size = _block_size(recipe, student, teacher)
     blocks = PackedBlocks(ids, block_size)
     arguments = {
         "recipe": {**asdict(recipe), "block_size": block_size},
@@ -126,6 +126,15 @@ def distill(student, teacher, text, output, *, tokenizer, progress=True, **recip
     if PartialState().is_main_process:
         _publish(student, tokenizer, record, work, output)
     return record
+
+
+def _block_size(recipe, *models):
+    if recipe.block_size is None:
+        return min(model.config.max_position_embeddings for model in models) - 1
+    limit = min(last_position(model.config) or recipe.block_size for model in models)
+    if recipe.block_size > limit:
+        raise ValueError(f"block_size must not be above the {limit} positions of the models, got {recipe.block_size}")
+    return recipe.block_size
 
 
 def fingerprint(model):

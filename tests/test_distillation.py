@@ -358,6 +358,7 @@ def test_an_unfinished_run_wants_the_same_arguments(tmp_path, monkeypatch):
         ({"layerwise_steps": 0, "kl_steps": 0}, "both 0"),
         ({"layerwise_steps": -1}, "must not be negative, got -1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"block_size": 65}, "above the 64 positions of the models, got 65"),
         ({"block_size": 1}, "block_size must be at least 2"),
         ({"warmup": 2.0}, "between 0 and 1"),
     ],
