@@ -89,7 +89,7 @@ def check(T=200):
 
 
 def medians(calls, repeats):
-    """name -> cpu_ms and wall_ms; the calls take turns, so that what disturbs one disturbs all."""
+    """name -> cpu_ms, wall_ms and the number of samples; calls take turns, so that what disturbs one disturbs all."""
     samples = {name: [] for name in calls}
     for repeat in range(max(repeats.values()) + 1):
         for name, call in calls.items():
@@ -98,11 +98,11 @@ def medians(calls, repeats):
                 call()
                 samples[name].append((time.process_time() - cpu, time.perf_counter() - wall))
     # the first round warms up
-    columns = {name: zip(*rows[1:], strict=True) for name, rows in samples.items()}
-    return {
-        name: {unit: 1e3 * statistics.median(x) for unit, x in zip(("cpu_ms", "wall_ms"), rows, strict=True)}
-        for name, rows in columns.items()
-    }
+    times = {}
+    for name, (_, *rows) in samples.items():
+        cpu, wall = (1e3 * statistics.median(x) for x in zip(*rows, strict=True))
+        times[name] = {"cpu_ms": cpu, "wall_ms": wall, "samples": len(rows)}
+    return times
 
 
 def time_prefill(mode, repeats):
@@ -111,8 +111,9 @@ def time_prefill(mode, repeats):
     calls = {"ours": lambda: MODES[mode](ours, inputs), "transformers": lambda: MODES[mode](theirs, inputs)}
     for size in CHUNK_SIZES:
         calls[f"ours, chunk_size={size}"] = lambda size=size: MODES[mode](lambda *x: ours(*x, chunk_size=size), inputs)
-    # transformers takes half a minute, and hardly varies relative to that
-    times = medians(calls, {name: 1 if name == "transformers" else repeats for name in calls})
+    # transformers takes 5 seconds forward and 25 with the backward pass
+    samples = dict.fromkeys(calls, repeats) | {"transformers": 3 if mode == "forward" else 1}
+    times = medians(calls, samples)
     reference = times["transformers"]["cpu_ms"]
     return [
         {"case": mode, "path": name, **row, "times_faster": reference / row["cpu_ms"]} for name, row in times.items()
@@ -146,9 +147,9 @@ def time_decode(repeats, calls_per_sample=20):
         times = medians({name: many(step) for name, step in steps.items()}, dict.fromkeys(steps, repeats))
     rows = []
     for name, row in times.items():
-        row = {unit: value / calls_per_sample for unit, value in row.items()}
-        copy = times["copy"]["cpu_ms"] / calls_per_sample
-        rows.append({"case": "decode", "path": name, **row, "copies_of_the_state": row["cpu_ms"] / copy})
+        per_step = {unit: row[unit] / calls_per_sample for unit in ("cpu_ms", "wall_ms")}
+        copies = row["cpu_ms"] / times["copy"]["cpu_ms"]
+        rows.append({"case": "decode", "path": name, **row, **per_step, "copies_of_the_state": copies})
     return rows
 
 
@@ -206,7 +207,9 @@ def show(rows, memory):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file for the numbers (%(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="JSON file for the numbers (default: results/recurrence_cpu.json)"
+    )
     parser.add_argument("--quick", action="store_true", help="3 repetitions instead of 15")
     parser.add_argument("--measure-memory", nargs=2, metavar=("PATH", "MODE"), help="print MB of one call, then stop")
     arguments = parser.parse_args()
@@ -216,6 +219,8 @@ def main():
         if path not in PATHS or mode not in MODES:
             parser.error(f"PATH is one of {list(PATHS)} and MODE one of {list(MODES)}, got {path} {mode}")
         return print_memory(path, mode)
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("memory is measured through /proc/self/clear_refs, which only Linux has")
     if not arguments.output.parent.is_dir():
         parser.error(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     repeats = 3 if arguments.quick else 15
