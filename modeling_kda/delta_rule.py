@@ -134,12 +134,13 @@ def _decode_step(q, k, v, beta, log_decay, state, scale, erase, inplace):
     if k.shape[2] < v.shape[2]:
         kq = kq.repeat_interleave(v.shape[2] // k.shape[2], 1)
     kq = kq.flatten(0, 1)
-    k, q = kq.unbind(1)
-    retrieved, o = torch.bmm(kq, S).unbind(1)
-    e = v.to(S.dtype).flatten(0, 2)
-    writes = (e - retrieved if erase else e) * beta.to(S.dtype).reshape(-1, 1)
-    o = torch.addcmul(o, writes, torch.linalg.vecdot(q, k)[:, None]) * scale
-    S.baddbmm_(k[:, :, None], writes[:, None])
+    k = kq[:, :1].mT
+    retrieved, o = torch.bmm(kq, S).split(1, 1)  # [B * HV, 1, V]
+    e = v.to(S.dtype).reshape(retrieved.shape)
+    writes = (e - retrieved if erase else e) * beta.to(S.dtype).reshape(-1, 1, 1)
+    # o does not wait for the write: S^T q grows by (q . k) writes
+    o = torch.baddbmm(o, torch.bmm(kq[:, 1:], k), writes, beta=scale, alpha=scale)
+    S.baddbmm_(k, writes)
     return o.view(v.shape), new_state
 
 
