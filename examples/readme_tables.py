@@ -1,0 +1,110 @@
+"""Write the tables of README.md from the JSON files that the commands wrote, so that no number is typed by hand.
+
+    python examples/readme_tables.py [--check]
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code says
+whether README.md is up to date.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from lineage import as_table
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+LINEAGE = HERE / "results" / "lineage.json"
+RECURRENCE = HERE / "benchmarks" / "results" / "recurrence_cpu.json"
+DECODE = HERE / "benchmarks" / "results" / "decode.json"
+
+
+def lineage():
+    results = json.loads(LINEAGE.read_text())
+    environment, settings = results["environment"], results["settings"]
+    return (
+        f"{as_table(results)}\nMeasured in {results['seconds']:.0f} s on {environment['device']} "
+        f"(torch {environment['torch']}, transformers {environment['transformers']}): {settings['steps'] // 2} "
+        f"layer-wise and {settings['steps']} distillation steps per stage, perplexity on "
+        f"{settings['held_out_windows']} held-out windows of {settings['window']} tokens. {source(LINEAGE)}"
+    )
+
+
+def recurrence_cpu():
+    results = json.loads(RECURRENCE.read_text())
+    rows = {(row["case"], row["path"]): row for row in results["rows"]}
+    memory, shape = results["extra_peak_memory"], results["shape"]
+    lines = ["| | ours | transformers | ratio | extra memory, ours | transformers |", "|---|---|---|---|---|---|"]
+    for case in ("forward", "forward+backward"):
+        ours, theirs = rows[case, "ours"], rows[case, "transformers"]
+        lines.append(
+            f"| {case} | {ours['cpu_ms']:.0f} ms | {theirs['cpu_ms']:,.0f} ms "
+            f"| {ours['times_faster']:.0f} times faster "
+            + "".join(f"| {memory[case][path]:,.0f} MB " for path in ("ours", "transformers"))
+            + "|"
+        )
+    step, copy = rows["decode", "ours"], rows["decode", "copy"]
+    lines += [
+        "",
+        f"B{shape['B']} T{shape['T']} H{shape['H']} D{shape['K']} fp32, one thread of "
+        f"{results['machine']['cpu']}, process CPU time. {source(RECURRENCE)}",
+        "",
+        f"One decode step of {results['decode_heads']} heads takes {step['cpu_ms']:.2f} ms, "
+        f"{step['copies_of_the_state']:.1f} times a copy of its state ({copy['cpu_ms']:.2f} ms).",
+    ]
+    return "\n".join(lines)
+
+
+def decode():
+    results = json.loads(DECODE.read_text())
+    lines = ["| | batch | time | share of 4.3 TB/s | fla, updating in place |", "|---|---|---|---|---|"]
+    peers = {(row["op"], row["B"]): row for row in results["rows"] if row["path"] == "fla in place"}
+    for row in results["rows"]:
+        if row["path"] != "ours":
+            continue
+        peer = peers.get((row["op"], row["B"]))
+        theirs = f"{1000 * peer['stream_ms']:.1f} us" if peer else "-"
+        ours = f"{1000 * row['stream_ms']:.1f} us | {row['share_of_bandwidth']:.0%}"
+        lines.append(f"| {row['op']} | {row['B']} | {ours} | {theirs} |")
+    shape, machine = results["shape"], results["machine"]
+    lines += [
+        "",
+        f"H{shape['H']} K{shape['K']} V{shape['V']}, {shape['dtype']} inputs, {shape['state']} state, one "
+        f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}; time of one call among many that "
+        f"were captured together. {source(DECODE)}",
+    ]
+    return "\n".join(lines)
+
+
+def source(path):
+    return f"From `{path.relative_to(README.parent)}`."
+
+
+TABLES = {"lineage": lineage, "recurrence_cpu": recurrence_cpu, "decode": decode}
+
+
+def with_tables(text):
+    """The text with every table made anew. Raises: KeyError for a table that nobody makes."""
+
+    def fill(match):
+        return f"<!-- {match[1]} -->\n{TABLES[match[1]]().strip()}\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
+    arguments = parser.parse_args()
+    old = README.read_text(encoding="utf-8")
+    new = with_tables(old)
+    if not arguments.check:
+        README.write_text(new, encoding="utf-8")
+    elif new != old:
+        sys.exit("README.md does not show what the JSON files say; run python examples/readme_tables.py")
+
+
+if __name__ == "__main__":
+    main()
