@@ -18,17 +18,19 @@ try:
     from .triton_delta_rule import triton_chunk_delta_rule
     from .triton_delta_rule import unsupported as unsupported_by_chunk
 except ImportError:
-    triton_chunk_delta_rule = None
+    triton_chunk_delta_rule = triton_recurrent_delta_rule = None
 
 logger = logging.get_logger(__name__)
 
+# these can write the new state over the old one
+STEPS = (recurrent_delta_rule, triton_recurrent_delta_rule)
 BACKEND = os.environ.get("KDA_BACKEND", "auto")
 # torch knows operators by name. The installed package and code loaded with a checkpoint can be in one process and need
 # not agree, so each copy of this file has names of its own.
 NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
-def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=None):
+def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=None, overwrite=False):
     """The recurrence of `delta_rule.py` by the fastest implementation for this call.
 
     Args:
@@ -36,6 +38,7 @@ def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=N
         state: [B, HV, K, V], fp32, or None for an empty one.
         erase: whether a token first subtracts what its key already retrieves.
         scale: multiplier of q, K**-0.5 if not given.
+        overwrite: `state` is not needed any more and may be overwritten, which halves the time of a single token.
 
     Returns: outputs [B, T, HV, V] in v's dtype, and the final state [B, HV, K, V] in fp32 (fp64 for fp64 inputs).
 
@@ -43,11 +46,16 @@ def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=N
     """
     tensors = q, k, v, beta, log_decay, state
     kernel = find_kernel(*tensors)
+    if kernel is None and q.shape[1] == 1:
+        # the step form reads and writes the state once; the chunk form would pad to a whole chunk
+        kernel = recurrent_delta_rule
+    if kernel in STEPS:
+        fits = (
+            state is not None and state.is_contiguous() and state.dtype == torch.promote_types(q.dtype, torch.float32)
+        )
+        return kernel(*tensors, erase=erase, scale=scale, inplace=overwrite and fits)
     if kernel is not None:
         return kernel(*tensors, erase=erase, scale=scale)
-    if q.shape[1] == 1:
-        # the step form reads and writes the state once; the chunk form would pad to a whole chunk
-        return recurrent_delta_rule(*tensors, erase=erase, scale=scale)
     if is_torchdynamo_compiling():
         return chunk_delta_rule_op(*tensors, erase, scale)
     return chunk_delta_rule(*tensors, erase=erase, scale=scale)

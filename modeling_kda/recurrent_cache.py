@@ -73,10 +73,18 @@ class RecurrentLayer(LinearAttentionLayer):
         self.written = None
 
     def read(self):
-        """Returns (conv window [B, W-1, C] or None, state [B, HV, K, V] or None). Neither may be modified."""
+        """Returns (conv window [B, W-1, C] or None, state [B, HV, K, V] or None).
+
+        Neither may be modified, but for the state while `may_overwrite`.
+        """
         if not self.has_previous_state[0]:
             return None, None
         return self.conv_states[0], self.recurrent_states[0]
+
+    @property
+    def may_overwrite(self):
+        """Whether nobody needs the state that `read` gives once the next one is there."""
+        return self.has_previous_state[0] and not self.record_past and _may_change(self.recurrent_states[0])
 
     def write(self, window, state, written: Written):
         """Store what the next call starts from.
@@ -260,9 +268,7 @@ def _keep(held, new):
         and held.shape == new.shape
         and held.dtype == new.dtype
         and held.device == new.device
-        # autograd may have kept what is held
-        and not torch.is_grad_enabled()
-        and not _is_frozen(held)
+        and _may_change(held)
     )
     if in_place:
         return held.copy_(new)
@@ -270,6 +276,11 @@ def _keep(held, new):
         new = new.clone()
         torch._dynamo.mark_static_address(new)
     return new
+
+
+def _may_change(held):
+    # autograd may have kept what is held
+    return not torch.is_grad_enabled() and not _is_frozen(held)
 
 
 def _is_frozen(tensor):

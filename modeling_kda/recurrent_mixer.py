@@ -90,7 +90,10 @@ class RecurrentMixer(nn.Module):
         beta, log_decay = self._gates(hidden_states, layout)
         # feature maps and step sizes take the place of the usual K^-0.5 where outputs are normalised by their weights
         scale = 1.0 if self.stage.normaliser else None
-        o, state = delta_rule(q, k, v, beta, log_decay, state, erase=self.stage.erase, scale=scale)
+        overwrite = memory is not None and memory.may_overwrite
+        o, state = delta_rule(
+            q, k, v, beta, log_decay, state, erase=self.stage.erase, scale=scale, overwrite=overwrite
+        )
         if memory is not None:
             self._remember(memory, window, state, inputs, Written(k, v, beta, log_decay, inputs, layout.real))
         return self.o_proj(self._output(o, hidden_states)), None

@@ -61,6 +61,38 @@ def test_asking_for_pytorch_is_honoured_silently(monkeypatch, warnings):
     assert torch.isfinite(o).all() and warnings == []
 
 
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_state_is_overwritten_only_if_that_was_allowed(T):
+    *tensors, _ = call(T=T)
+    state = torch.randn(1, 2, 16, 16)
+    for overwrite in (False, True):
+        held = state.clone()
+        o, new = ops.delta_rule(*tensors, held, erase=True, overwrite=overwrite)
+        # only the form for single tokens gains from it
+        assert (new is held) == (overwrite and T == 1)
+        assert torch.equal(held, state) == (new is not held)
+        expected, expected_new = ops.recurrent_delta_rule(*tensors, state, erase=True)
+        assert_same(o, expected)
+        assert_same(new, expected_new)
+    # what cannot be overwritten is left alone
+    turned = state.transpose(2, 3)
+    assert ops.delta_rule(*tensors, turned, erase=True, overwrite=True)[1] is not turned
+    assert ops.delta_rule(*call(torch.float64, T)[:5], state, erase=True, overwrite=True)[1].dtype == torch.float64
+
+
+def test_decoding_overwrites_the_state_of_a_cache_unless_it_is_recorded_or_differentiated():
+    model, ids = tiny_model("kda"), tokens(1, 6)
+    for max_rollback, grad, stays in ((0, False, True), (4, False, True), (0, True, False)):
+        cache = KDACache(model.config, max_rollback)
+        with torch.set_grad_enabled(grad):
+            model(ids[:, :5], cache=cache)
+            before, layer = cache.layers[0].recurrent_states[0], cache.layers[0]
+            assert layer.may_overwrite == (not grad and not max_rollback)
+            model(ids[:, 5:], cache=cache)
+        # recorded states too keep their address; those that gradients need are new
+        assert (layer.recurrent_states[0].data_ptr() == before.data_ptr()) == stays
+
+
 def both_backends(model, ids, set_backend):
     """Per backend: the logits of one pass, all gradients of its loss, and the logits of three cached calls."""
     results = []
