@@ -45,14 +45,15 @@ def recurrence_cpu():
             + "".join(f"| {memory[case][path]:,.0f} MB " for path in ("ours", "transformers"))
             + "|"
         )
-    step, copy = rows["decode", "ours"], rows["decode", "copy"]
+    step, copy = rows["decode", "ours, in place"], rows["decode", "copy"]
     lines += [
         "",
         f"B{shape['B']} T{shape['T']} H{shape['H']} D{shape['K']} fp32, one thread of "
         f"{results['machine']['cpu']}, process CPU time. {source(RECURRENCE)}",
         "",
         f"One decode step of {results['decode_heads']} heads takes {step['cpu_ms']:.2f} ms, "
-        f"{step['copies_of_the_state']:.1f} times a copy of its state ({copy['cpu_ms']:.2f} ms).",
+        f"{step['copies_of_the_state']:.1f} times a copy of its state ({copy['cpu_ms']:.2f} ms; transformers: "
+        f"{rows['decode', 'transformers']['copies_of_the_state']:.1f}).",
     ]
     return "\n".join(lines)
 
