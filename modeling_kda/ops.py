@@ -23,7 +23,7 @@ except ImportError:
 logger = logging.get_logger(__name__)
 
 # these can write the new state over the old one
-STEPS = (recurrent_delta_rule, triton_recurrent_delta_rule)
+STEPS = tuple(step for step in (recurrent_delta_rule, triton_recurrent_delta_rule) if step is not None)
 BACKEND = os.environ.get("KDA_BACKEND", "auto")
 # torch knows operators by name. The installed package and code loaded with a checkpoint can be in one process and need
 # not agree, so each copy of this file has names of its own.

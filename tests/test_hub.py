@@ -1,5 +1,6 @@
 """A saved folder carries its own code: it loads where this package is not installed, whatever else is."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -102,8 +103,8 @@ def test_the_folder_holds_the_code_and_names_every_class(saved):
     expected = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     for auto_class in SAVED:
         shipped = {path.name for path in (folder / auto_class).glob("*.py")}
-        # kernels ship once ops.py uses them
-        assert expected - shipped <= {path.name for path in package.glob("triton_*.py")}
+        # the kernels that no mixer calls stay at home
+        assert expected - shipped == {"triton_layers.py"}
         assert shipped <= expected
         config = json.loads((folder / auto_class / "config.json").read_text())
         assert config["auto_map"] == {
@@ -126,7 +127,8 @@ def test_a_stranger_loads_every_class_without_triton_and_saves_again(saved):
 
     # what a stranger saved loads again, and an adapter finds its base and the code of its base
     again = [["AutoModelForCausalLM", str(folder / "again"), loads[2][2]], loads[3]]
-    second, _ = report(start(folder, "second", again, first=["triton", "fla"]))
+    present = ["triton"] if importlib.util.find_spec("triton") else []
+    second, _ = report(start(folder, "second", again, first=[*present, "fla"]))
     assert [name for _, _, name in second] == ["KDAForCausalLM", "PeftModelForCausalLM"]
 
 
