@@ -143,10 +143,13 @@ def _add_info(commands):
 
 def _quiet_loading():
     """Only what matters on stderr: no bars for reading weights, no hints about long texts."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    # a Hub that cannot be reached is one line at the end, not one per try
+    hub_logging.set_verbosity_error()
 
 
 def _is_about_the_input(error):
