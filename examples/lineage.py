@@ -187,7 +187,7 @@ class Walk:
         and with random weights, on which speed does not depend.
         """
         twin = KDAForCausalLM(KDAConfig.from_dict(config.to_dict() | {"position_embedding": "none"}))
-        return decode_speed(twin.to(self.teacher.device).eval(), context, steps=4 if self.options.quick else 16)
+        return decode_speed(twin.to(self.teacher.device).eval(), context, steps=4 if self.options.quick else 64)
 
     def sample(self, student):
         set_seed(0)
