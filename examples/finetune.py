@@ -8,17 +8,12 @@ saved; their default targets reach the query, key, value and output projections 
 
 import argparse
 
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import modeling_kda  # noqa: F401  registers the models with transformers' Auto classes
+from modeling_kda.conversion.blocks import PackedBlocks, pad_on_the_right
+from modeling_kda.conversion.files import read_text, tokenize
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model")
@@ -31,18 +26,11 @@ arguments = parser.parse_args()
 
 model = AutoModelForCausalLM.from_pretrained(arguments.model)
 tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-# rows all have the same length, so nothing is ever padded; the collator only asks for a token
-tokenizer.pad_token = tokenizer.eos_token
 if arguments.lora:
     model = get_peft_model(model, LoraConfig(r=8, task_type="CAUSAL_LM"))
     model.print_trainable_parameters()
 
-with open(arguments.text, encoding="utf-8") as file:
-    ids = tokenizer(file.read(), verbose=False)["input_ids"]
-rows = [ids[i : i + arguments.block_size] for i in range(0, len(ids) - arguments.block_size + 1, arguments.block_size)]
-if not rows:
-    parser.error(f"{arguments.text} has {len(ids)} tokens, fewer than one row of {arguments.block_size}")
-
+rows = PackedBlocks(tokenize(tokenizer, [read_text(arguments.text)], end_of_text=True), arguments.block_size)
 trainer = Trainer(
     model=model,
     args=TrainingArguments(
@@ -54,8 +42,8 @@ trainer = Trainer(
         save_strategy="no",
         report_to="none",
     ),
-    train_dataset=Dataset.from_dict({"input_ids": rows}),
-    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    train_dataset=rows,
+    data_collator=pad_on_the_right,
 )
 trainer.train()
 trainer.save_model(arguments.output)
