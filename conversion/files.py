@@ -33,8 +33,14 @@ def load_model(source, *, device=None, dtype=torch.float32):
 
 
 def load_tokenizer(source):
-    """Load the tokenizer of a folder or Hub id. Raises ValueError if there is none."""
-    tokenizer = _load(AutoTokenizer, source)
+    """Load the tokenizer of a folder or Hub id. Raises ValueError if there is none, or it cannot be read."""
+    try:
+        tokenizer = _load(AutoTokenizer, source)
+    except ValueError:
+        raise
+    # nothing narrower: what comes from the Rust side of tokenizers is a bare Exception
+    except Exception as error:
+        raise ValueError(f"the tokenizer of {source} cannot be read ({' '.join(str(error).split())})") from error
     # texts are longer than a window on purpose, and cut afterwards
     tokenizer.model_max_length = int(1e30)
     return tokenizer

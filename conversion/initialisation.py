@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modeling_kda.configuration_kda import KDAConfig
+from modeling_kda.layers import inverse_softplus
 
 from .rewrites import scale_keys, scale_queries
 
@@ -103,8 +104,7 @@ def decay_bias(half_lives: torch.Tensor, lower_bound: float | None = None) -> to
     """
     rate = math.log(2) / half_lives.double()
     if lower_bound is None:
-        # the inverse of softplus, exact for small rates too
-        return rate + torch.log(-torch.expm1(-rate))
+        return inverse_softplus(rate)
     return torch.logit(rate / -lower_bound)
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from modeling_kda.configuration_kda import KDAConfig
 from modeling_kda.modeling_kda import KDADecoderLayer
 
 from .checkpoint import TOKENIZER_FILES
-from .files import tokenize
+from .files import load_tokenizer, tokenize
 from .initialisation import NEW_PARAMETERS, HeadSettings
 from .rewrites import scale_head_outputs
 
@@ -37,18 +36,14 @@ def load_source_tokenizer(folder: Path, vocab_size: int):
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    # nothing narrower: what comes from the Rust side of tokenizers is a bare Exception
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer files in {folder} cannot be read ({reason}); repair them") from error
+        tokenizer = load_tokenizer(folder)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer files in {folder} cannot be read ({error}); repair them") from error
     if not len(tokenizer) <= vocab_size < len(tokenizer) + 128:
         raise ValueError(
             f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the model's embedding has {vocab_size}; "
             "put the tokenizer of this model there, or remove the tokenizer files"
         )
-    # texts are longer than what the model can read at once, and cut into windows afterwards
-    tokenizer.model_max_length = int(1e30)
     return tokenizer
 
 

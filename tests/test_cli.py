@@ -15,6 +15,7 @@ from modeling_kda.conversion.cli import build_parser, main
 from modeling_kda.conversion.commands import human_bytes, parse_override, parse_stages
 from modeling_kda.conversion.cost import cache_bytes
 from modeling_kda.conversion.distillation import Recipe
+from modeling_kda.conversion.files import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +221,11 @@ def test_the_installed_command_exits_with_the_code_of_main(tmp_path):
     command = [sys.executable, "-m", "modeling_kda.conversion.cli", "info", tmp_path / "nothing"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_damaged_tokenizer_is_one_line_for_every_command(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "no such model"}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
