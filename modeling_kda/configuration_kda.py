@@ -5,9 +5,9 @@ from difflib import get_close_matches
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.utils import logging
 
+from .config_checks import ConfigChecks
 from .stages import STAGES
 
 logger = logging.get_logger(__name__)
@@ -21,7 +21,7 @@ AUTO_MAP = {
 
 
 @strict
-class KDAConfig(PreTrainedConfig):
+class KDAConfig(ConfigChecks, PreTrainedConfig):
     r"""Configuration of [`KDAModel`] and its heads, keyword only. The defaults are GPT-2 small with KDA mixers.
 
     Args:
@@ -36,8 +36,10 @@ class KDAConfig(PreTrainedConfig):
         num_value_heads: value heads of the recurrent layers, a multiple of `num_attention_heads` (value head h reads
             query and key head `h // (num_value_heads // num_attention_heads)`); `num_attention_heads` if not given.
         intermediate_size: width of the MLP; `4 * hidden_size` if not given.
-        hidden_act: activation of the MLP, a name transformers knows.
+        hidden_act: activation of the MLP: a name transformers knows, or `"situ"` (Kimi K3, gated MLPs only).
         mlp_gated: `True` for a gated MLP (SwiGLU with `hidden_act="silu"`).
+        situ_beta: bound of the gate branch of `"situ"`.
+        situ_linear_beta: bound of its up branch; `None` leaves that branch linear.
         attention_bias: biases on the projections of the mixers.
         mlp_bias: biases in the MLP.
         norm: `"layernorm"` or `"rmsnorm"`.
@@ -57,6 +59,33 @@ class KDAConfig(PreTrainedConfig):
         decay_lower_bound: the bound of the second form, negative.
         decay_rank: rank of the projection behind the per-channel decay of `kda`; `head_dim` if not given.
         feature_map: `"elu"` (elu + 1) or `"hedgehog"` (learned), for `linear`.
+        q_lora_rank: `mla` layers: rank of the queries; `None` for a direct `q_proj`.
+        kv_lora_rank: `mla` layers: size R of the latent that stands for keys and values; `hidden_size` if not given
+            (then nothing is lost).
+        qk_nope_head_dim: `mla` layers: query and key channels per head; `head_dim` if not given.
+        qk_rope_head_dim: `mla` layers: further key channels that all heads share. Kimi keeps their old name: they are
+            never rotated.
+        v_head_dim: `mla` layers: value channels per head; `head_dim` if not given.
+        latent_norm: `mla` layers: RMSNorm on the latents (of keys and values, and of queries with `q_lora_rank`).
+        latent_norm_eps: its epsilon; Kimi has another one here than in `norm_eps`.
+        mla_output_gate: `mla` layers: a full sigmoid gate on the heads' outputs (Kimi K3).
+        num_experts: routed experts E per layer; 0 for a dense MLP everywhere.
+        num_experts_per_token: experts that each token goes to.
+        num_shared_experts: experts that every token goes to, built as one MLP; 0 for none.
+        shared_intermediate_size: width of that MLP; `num_shared_experts * moe_intermediate_size` if not given.
+        moe_intermediate_size: width of one routed expert; `intermediate_size` if not given.
+        first_k_dense_replace: so many first layers keep a dense MLP.
+        moe_renormalize: whether the weights of a token's experts are divided by their sum.
+        routed_scaling_factor: factor on the sum over the routed experts.
+        routed_expert_hidden_size: size of the latent that routed experts read and write (Kimi K3); `None`: they read
+            and write `hidden_size`.
+        latent_moe_use_norm: RMSNorm on the sum over latent experts.
+        attention_residual: `"none"`: x + f(norm(x)); `"block"` (Kimi K3) or `"full"`: the input of each mixer and MLP
+            is a learned mixture of the embedding and what earlier blocks of layers (`"full"`: all earlier mixers and
+            MLPs) added.
+        attention_residual_block_size: decoder layers per block.
+        residual_scale: multiplies each mixture by the number of its sources: with fresh queries, which weigh all
+            sources alike, the model then computes exactly the plain residual sum.
         max_rollback: how many tokens a cache that records its past can take back from recurrent layers with `crop`.
         initializer_range: standard deviation of freshly initialised matrices.
 
@@ -74,18 +103,11 @@ class KDAConfig(PreTrainedConfig):
         "n_embd": "hidden_size",
         "n_layer": "num_hidden_layers",
         "n_head": "num_attention_heads",
+        "num_experts_per_tok": "num_experts_per_token",
+        "num_local_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
     }
-    # q, k and v are gathered again: the recurrence of a layer runs whole on every rank
-    base_model_tp_plan = {
-        "embed_tokens": "embedding_rowwise",
-        "layers.*.mixer.q_proj": "colwise_gather_output",
-        "layers.*.mixer.k_proj": "colwise_gather_output",
-        "layers.*.mixer.v_proj": "colwise_gather_output",
-        "layers.*.mixer.o_proj": "rowwise_split_input",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-
     vocab_size: int = 50257
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -115,6 +137,29 @@ class KDAConfig(PreTrainedConfig):
     decay_lower_bound: float = -5.0
     decay_rank: int | None = None
     feature_map: str = "elu"
+    situ_beta: float = 4.0
+    situ_linear_beta: float | None = 25.0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int = 0
+    v_head_dim: int | None = None
+    latent_norm: bool = True
+    latent_norm_eps: float = 1e-6
+    mla_output_gate: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 8
+    num_shared_experts: int = 1
+    shared_intermediate_size: int | None = None
+    moe_intermediate_size: int | None = None
+    first_k_dense_replace: int = 1
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    routed_expert_hidden_size: int | None = None
+    latent_moe_use_norm: bool = True
+    attention_residual: str = "none"
+    attention_residual_block_size: int = 12
+    residual_scale: bool = False
     max_rollback: int = 64
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -129,16 +174,8 @@ class KDAConfig(PreTrainedConfig):
         self._accept_aliases(kwargs)
         one_for_all = isinstance(self.stages, str)
         self.stages = [self.stages] * self.num_hidden_layers if one_for_all else list(self.stages)
-        if self.head_dim is None:
-            self.head_dim = self._derived_head_dim()
-        self._fill("value_head_dim", self.head_dim)
-        self._fill("num_value_heads", self.num_attention_heads)
-        self._fill("intermediate_size", 4 * self.hidden_size)
-        self._fill("output_gate_rank", self.value_head_dim)
-        self._fill("decay_rank", self.head_dim)
-        if self.mlp_gated:
-            # not in the class: a rule that matches no module makes loading print a warning
-            self.base_model_tp_plan = {**self.base_model_tp_plan, "layers.*.mlp.gate_proj": "colwise"}
+        self._derive_sizes()
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         # a new dict each time: saving writes into it
         self.auto_map = {**AUTO_MAP, **(self.auto_map or {})}
         # here too, so that a wrong value is a plain ValueError before anything reads it
@@ -162,6 +199,20 @@ class KDAConfig(PreTrainedConfig):
                 f"num_key_value_heads must equal num_attention_heads={self.num_attention_heads}, got "
                 f"{key_value_heads}; recurrent layers can have more value heads, see num_value_heads"
             )
+
+    def _derive_sizes(self):
+        if self.head_dim is None:
+            self.head_dim = self._derived_head_dim()
+        self._fill("value_head_dim", self.head_dim)
+        self._fill("num_value_heads", self.num_attention_heads)
+        self._fill("intermediate_size", 4 * self.hidden_size)
+        self._fill("output_gate_rank", self.value_head_dim)
+        self._fill("decay_rank", self.head_dim)
+        self._fill("kv_lora_rank", self.hidden_size)
+        self._fill("qk_nope_head_dim", self.head_dim)
+        self._fill("v_head_dim", self.head_dim)
+        self._fill("moe_intermediate_size", self.intermediate_size)
+        self._fill("shared_intermediate_size", self.num_shared_experts * self.moe_intermediate_size)
 
     def _fill(self, field, default):
         if getattr(self, field) is None:
@@ -189,79 +240,34 @@ class KDAConfig(PreTrainedConfig):
         # generation that exits early lowers num_hidden_layers for a while
         return [STAGES[stage].layer_type for stage in self.stages[: self.num_hidden_layers]]
 
-    def check(self):
-        """All that is checked here.
+    def uses_experts(self, layer_idx: int) -> bool:
+        """Whether the layer has a mixture of experts in the place of its MLP."""
+        return self.num_experts > 0 and layer_idx >= self.first_k_dense_replace
 
-        Raises: ValueError, which names the field.
-        """
-        self.validate_stages()
-        self.validate_choices()
-        self.validate_sizes()
-        self.validate_ranges()
-
-    def validate_stages(self):
-        """`stages` must name one stage of the lineage per layer."""
-        unknown = sorted(set(self.stages) - set(STAGES))
-        if unknown:
-            raise ValueError(f"stages must come from {list(STAGES)}, got {unknown}")
-        if len(self.stages) != self.num_hidden_layers:
-            raise ValueError(
-                f"stages must have one entry per layer, num_hidden_layers={self.num_hidden_layers}, "
-                f"got {len(self.stages)}; give one name for all layers or {self.num_hidden_layers} names"
-            )
-
-    def validate_layer_type(self):
-        """Nothing to check: `layer_types` is derived."""
-
-    def validate_choices(self):
-        """Fields that are one of a few words."""
-        choices = {
-            "norm": ("layernorm", "rmsnorm"),
-            "position_embedding": ("learned", "none"),
-            "short_conv_activation": (None, "silu", "relu"),
-            "output_gate": ("none", "low_rank", "full"),
-            "decay_gate": ("softplus", "lower_bound"),
-            "feature_map": ("elu", "hedgehog"),
+    def _tensor_parallel_plan(self):
+        """Rules for the modules there are only: a rule that matches none makes loading print a warning."""
+        # q, k and v are gathered again: the recurrence of a layer runs whole on every rank
+        plan = {
+            "embed_tokens": "embedding_rowwise",
+            "layers.*.mixer.q_proj": "colwise_gather_output",
+            "layers.*.mixer.k_proj": "colwise_gather_output",
+            "layers.*.mixer.v_proj": "colwise_gather_output",
+            "layers.*.mixer.o_proj": "rowwise_split_input",
         }
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {list(allowed)}, got {getattr(self, field)!r}")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act must be a name from transformers.activations, got {self.hidden_act!r}")
-
-    def validate_sizes(self):
-        """Sizes that must be positive, and those that must fit together."""
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "head_dim",
-            "value_head_dim",
-            "num_value_heads",
-            "intermediate_size",
-            "output_gate_rank",
-            "decay_rank",
-            "max_position_embeddings",
-        ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.num_value_heads % self.num_attention_heads:
-            raise ValueError(
-                f"num_value_heads must be a multiple of num_attention_heads={self.num_attention_heads}, "
-                f"got {self.num_value_heads}"
-            )
-
-    def validate_ranges(self):
-        """Numbers with a lower or an upper limit."""
-        for field in ("short_conv_kernel_size", "max_rollback", "norm_eps", "initializer_range"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
-        for field in ("attention_dropout", "hidden_dropout"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} must be between 0 and 1, got {getattr(self, field)}")
-        if self.decay_lower_bound >= 0:
-            raise ValueError(f"decay_lower_bound must be negative, got {self.decay_lower_bound}")
+        latent = {STAGES[stage].mixer == "latent" for stage in self.stages if stage in STAGES}
+        if latent == {True}:
+            del plan["layers.*.mixer.k_proj"], plan["layers.*.mixer.v_proj"]
+            if self.q_lora_rank:
+                del plan["layers.*.mixer.q_proj"]
+        experts = {self.uses_experts(i) for i in range(self.num_hidden_layers)}
+        mlps = ["mlp"] * (False in experts)
+        mlps += ["mlp.shared_experts"] * (True in experts and self.shared_intermediate_size > 0)
+        for mlp in mlps:
+            if self.mlp_gated:
+                plan[f"layers.*.{mlp}.gate_proj"] = "colwise"
+            plan[f"layers.*.{mlp}.up_proj"] = "colwise"
+            plan[f"layers.*.{mlp}.down_proj"] = "rowwise"
+        return plan
 
 
 __all__ = ["KDAConfig"]

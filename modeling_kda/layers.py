@@ -33,21 +33,62 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated (SwiGLU)."""
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated (SwiGLU; with `"situ"` see `SiTU`).
 
-    def __init__(self, config):
+    Args: size: input and output channels, `config.hidden_size` if not given; inner: width,
+        `config.intermediate_size` if not given.
+    """
+
+    def __init__(self, config, size: int | None = None, inner: int | None = None):
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        size, inner, bias = size or config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         if config.mlp_gated:
             self.gate_proj = nn.Linear(size, inner, bias=bias)
         self.up_proj = nn.Linear(size, inner, bias=bias)
         self.down_proj = nn.Linear(inner, size, bias=bias)
-        self.act = ACT2FN[config.hidden_act]
+        self.act = build_activation(config)
         self.gated = config.mlp_gated
 
     def forward(self, x):
-        hidden = self.act(self.gate_proj(x)) * self.up_proj(x) if self.gated else self.act(self.up_proj(x))
-        return self.down_proj(hidden)
+        return self.down_proj(
+            self.act(self.gate_proj(x), self.up_proj(x)) if self.gated else self.act(self.up_proj(x))
+        )
+
+
+def build_activation(config):
+    """What stands between the matrices of an MLP or an expert: act(gate, up) if `config.mlp_gated`, else act(up)."""
+    if config.hidden_act == "situ":
+        return SiTU(config.situ_beta, config.situ_linear_beta)
+    act = ACT2FN[config.hidden_act]
+    return GatedActivation(act) if config.mlp_gated else act
+
+
+class GatedActivation(nn.Module):
+    """act(gate) * up, elementwise."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, gate, up):
+        return self.act(gate) * up
+
+
+class SiTU(nn.Module):
+    """[beta tanh(gate / beta) sigmoid(gate)] * [linear_beta tanh(up / linear_beta)], in fp32 at least: SwiGLU whose
+    branches are both bounded (Kimi K3). `linear_beta=None` leaves the second branch linear.
+    """
+
+    def __init__(self, beta: float, linear_beta: float | None):
+        super().__init__()
+        self.beta, self.linear_beta = beta, linear_beta
+
+    def forward(self, gate, up):
+        """gate, up: [..., I] -> [..., I], in the dtype of `up`."""
+        a, b = at_least_fp32(gate), at_least_fp32(up)
+        if self.linear_beta is not None:
+            b = self.linear_beta * torch.tanh(b / self.linear_beta)
+        return (self.beta * torch.tanh(a / self.beta) * torch.sigmoid(a) * b).to(up.dtype)
 
 
 class ShortConvolution(nn.Module):

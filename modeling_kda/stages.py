@@ -6,6 +6,8 @@ Every linear stage is one recurrence with two independent choices (the maths and
 |------------------------------------------------------|-----------------|-------------------|----------------------|
 | adds (writes v)                                      | ``linear``      | ``ssd``           |                      |
 | corrects (writes v minus what k already retrieves)   | ``delta``       | ``gated_delta``   | ``kda``              |
+
+``softmax`` is where the lineage starts; ``mla`` is the attention that stands between the KDA layers of Kimi Linear.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ class Stage:
     """The facts of one stage; everything else about a mixer follows from them and the config.
 
     Attributes:
-        mixer: ``"softmax"`` (keys and values are kept) or ``"recurrent"`` (a state of fixed size is kept).
+        mixer: ``"softmax"`` (keys and values are kept), ``"latent"`` (what they are made from is kept) or
+            ``"recurrent"`` (a state of fixed size is kept).
         layer_type: the word transformers uses for such a layer in ``layer_types``.
         memory: the memory mechanism in a few words, for tables.
         erase: whether a token first subtracts what its key already retrieves (the delta rule).
@@ -62,4 +65,5 @@ STAGES = {
         write="beta",
         unit_keys=True,
     ),
+    "mla": Stage("latent", "full_attention", "keeps one latent per token"),
 }
