@@ -6,9 +6,12 @@ put into whatever cache `generate`, an assistant or the user made (`adopt_cache`
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.utils import logging
 
 from .recurrent_cache import CountingRecurrentLayer, RecurrentLayer
 from .stages import STAGES
+
+logger = logging.get_logger(__name__)
 
 
 class KDACache(DynamicCache):
@@ -79,7 +82,19 @@ def adopt_cache(cache, config, batch_size=None):
             kind = CountingRecurrentLayer if counts[i] else RecurrentLayer
             cache.layers[i] = kind(STAGES[config.stages[i]].erase, config.max_rollback, layer.record_past)
             cache.layers[i].in_static_cache = not isinstance(cache, DynamicCache)
+    _keep_a_lone_layer(cache, config)
     return cache
+
+
+def _keep_a_lone_layer(cache, config):
+    """Stop an offloading cache from offloading its only layer of keys and values.
+
+    transformers fetches the next such layer while this one is used. Where the next one is this one, it would be read
+    before it has arrived (seen on an H200 as wrong logits).
+    """
+    if getattr(cache, "offloading", False) and config.layer_types.count("full_attention") == 1:
+        logger.warning_once("the cache stays on the GPU: a model with one softmax layer has nothing to fetch ahead")
+        cache.offloading = False
 
 
 def raise_rollback(cache, max_rollback, *, exactly=False):
