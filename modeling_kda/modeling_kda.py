@@ -14,6 +14,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_residual import AttentionResidual, build_residual, opens_block
 from .cache_kda import KDACache, adopt_cache, raise_rollback
 from .call_inputs import check_ids, read_inputs
 from .configuration_kda import KDAConfig
@@ -26,22 +27,53 @@ MIXERS = {"softmax": SoftmaxMixer, "recurrent": RecurrentMixer}
 
 
 class KDADecoderLayer(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); with attention residuals, both read a mixture of what came before."""
 
     def __init__(self, config: KDAConfig, layer_idx: int):
         super().__init__()
+        self.mixer_residual = build_residual(config)
         self.mixer_norm = build_norm(config)
         self.mixer = MIXERS[STAGES[config.stages[layer_idx]].mixer](config, layer_idx)
+        self.mlp_residual = build_residual(config)
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.mixer_opens_block = opens_block(config, 2 * layer_idx)
+        self.mlp_opens_block = opens_block(config, 2 * layer_idx + 1)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    def forward(self, hidden_states, mask=None, cache: Cache | None = None, **kwargs):
-        """hidden_states: [B, T, D]; mask: what this layer's mixer takes. Returns [B, T, D]."""
-        mixed, _ = self.mixer(self.mixer_norm(hidden_states), mask, cache=cache, **kwargs)
-        hidden_states = hidden_states + self.dropout(mixed)
-        return hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+    def forward(self, hidden_states, mask=None, *bank, cache: Cache | None = None, **kwargs):
+        """Args:
+            hidden_states: [B, T, D]; with attention residuals the sum so far of the current block.
+            mask: what this layer's mixer takes.
+            bank: with attention residuals, the finished blocks, each [B, T, D].
+
+        Returns: [B, T, D]. With attention residuals a tuple of it and the blocks that this layer finished.
+        """
+        if self.mixer_residual is not None:
+            return self._read_mixtures(hidden_states, mask, bank, cache=cache, **kwargs)
+        hidden_states = hidden_states + self._mix(hidden_states, mask, cache=cache, **kwargs)
+        return hidden_states + self._feed(hidden_states)
+
+    def _read_mixtures(self, block, mask, bank, **kwargs):
+        finished = []
+        added = self._mix(self.mixer_residual([*bank, block]), mask, **kwargs)
+        if self.mixer_opens_block:
+            finished, block = [*finished, block], added
+        else:
+            block = block + added
+        added = self._feed(self.mlp_residual([*bank, *finished, block]))
+        if self.mlp_opens_block:
+            finished, block = [*finished, block], added
+        else:
+            block = block + added
+        return block, *finished
+
+    def _mix(self, hidden_states, mask, **kwargs):
+        return self.dropout(self.mixer(self.mixer_norm(hidden_states), mask, **kwargs)[0])
+
+    def _feed(self, hidden_states):
+        return self.dropout(self.mlp(self.mlp_norm(hidden_states)))
 
 
 class KDAPreTrainedModel(PreTrainedModel):
@@ -62,7 +94,7 @@ class KDAPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, Decay | HedgehogFeatureMap | RMSNorm | ShortConvolution):
+        if isinstance(module, AttentionResidual | Decay | HedgehogFeatureMap | RMSNorm | ShortConvolution):
             module.reset_parameters()
 
     @classmethod
@@ -90,6 +122,7 @@ class KDAModel(KDAPreTrainedModel):
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(KDADecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.output_residual = build_residual(config)
         self.norm = build_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -135,8 +168,15 @@ class KDAModel(KDAPreTrainedModel):
         masks = self._masks(inputs, inputs_embeds, cache)
 
         hidden_states = self.dropout(self._add_positions(inputs_embeds, inputs.positions))
+        bank = []
         for layer, kind in zip(self.layers, self.config.layer_types, strict=False):
-            hidden_states = layer(hidden_states, masks[kind], cache=cache, position_ids=inputs.runs, **kwargs)
+            # the bank is not a list here: reentrant checkpointing follows gradients of tensors by position only
+            hidden_states = layer(hidden_states, masks[kind], *bank, cache=cache, position_ids=inputs.runs, **kwargs)
+            if self.output_residual is not None:
+                hidden_states, *finished = hidden_states
+                bank += finished
+        if self.output_residual is not None:
+            hidden_states = self.output_residual([*bank, hidden_states])
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _embed(self, input_ids, inputs_embeds):

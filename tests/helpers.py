@@ -3,7 +3,9 @@
 import torch
 
 from modeling_kda import STAGES, KDAConfig, KDAForCausalLM
+from modeling_kda.modeling_kda import MIXERS
 
+STAGES = {name: stage for name, stage in STAGES.items() if stage.mixer in MIXERS}
 # one pattern per stage, and hybrids with the softmax layer in the middle, first, and last of several kinds
 PATTERNS = {
     **{stage: [stage] * 2 for stage in STAGES},
