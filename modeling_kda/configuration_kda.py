@@ -87,6 +87,8 @@ class KDAConfig(ConfigChecks, PreTrainedConfig):
         residual_scale: multiplies each mixture by the number of its sources: with fresh queries, which weigh all
             sources alike, the model then computes exactly the plain residual sum.
         max_rollback: how many tokens a cache that records its past can take back from recurrent layers with `crop`.
+        keep_in_fp32: parts of the names of further parameters that stay fp32 in models of a lower dtype, such as
+            `["conv1d", "o_norm"]`; their modules must hold nothing else. Decays and routers always do.
         initializer_range: standard deviation of freshly initialised matrices.
 
     Raises:
@@ -161,6 +163,7 @@ class KDAConfig(ConfigChecks, PreTrainedConfig):
     attention_residual_block_size: int = 12
     residual_scale: bool = False
     max_rollback: int = 64
+    keep_in_fp32: list[str] | None = None
     initializer_range: float = 0.02
     use_cache: bool = True
     bos_token_id: int | None = 50256

@@ -19,11 +19,14 @@ from .cache_kda import KDACache, adopt_cache, raise_rollback
 from .call_inputs import check_ids, read_inputs
 from .configuration_kda import KDAConfig
 from .layers import MLP, Decay, HedgehogFeatureMap, RMSNorm, ShortConvolution, build_norm
+from .moe import Experts, MoE, Router
 from .recurrent_mixer import RecurrentMixer
 from .softmax_mixer import SoftmaxMixer
 from .stages import STAGES
 
 MIXERS = {"softmax": SoftmaxMixer, "recurrent": RecurrentMixer}
+# what transformers does not know how to initialise
+OWN_INIT = (AttentionResidual, Decay, Experts, HedgehogFeatureMap, RMSNorm, Router, ShortConvolution)
 
 
 class KDADecoderLayer(GradientCheckpointingLayer):
@@ -36,7 +39,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         self.mixer = MIXERS[STAGES[config.stages[layer_idx]].mixer](config, layer_idx)
         self.mlp_residual = build_residual(config)
         self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.uses_experts(layer_idx) else MLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.mixer_opens_block = opens_block(config, 2 * layer_idx)
         self.mlp_opens_block = opens_block(config, 2 * layer_idx + 1)
@@ -89,13 +92,23 @@ class KDAPreTrainedModel(PreTrainedModel):
     # the cache can take recurrent layers back, so assisted generation is not refused
     _is_stateful = False
     # searched for anywhere in a name: "decay" would also catch the projections
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "router"]
     _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": SoftmaxMixer}
+
+    def __init__(self, config: KDAConfig):
+        super().__init__(config)
+        if config.keep_in_fp32:
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, *config.keep_in_fp32]
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, AttentionResidual | Decay | HedgehogFeatureMap | RMSNorm | ShortConvolution):
+        if isinstance(module, OWN_INIT):
             module.reset_parameters()
+
+    @classmethod
+    def _can_set_experts_implementation(cls):
+        # transformers looks for a decorator in this file; our experts call its implementations themselves
+        return True
 
     @classmethod
     def prepare_distribute_model(cls, distributed_config, *args, **kwargs):
