@@ -17,10 +17,10 @@ B batch, T time, H heads, HV value heads (a multiple of H), K key channels, V va
 Gate and recurrence: Kimi Linear, arXiv 2510.26692.
 """
 
-import contextlib
-import os
+import re
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -30,15 +30,15 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from .triton_launch import ACTIVATIONS, MAX_TAPS, needs_operator, on_device, strides, unfit_tensors, unit_stride
+
 MAX_TOKENS = 16
 MAX_CHANNELS = 256
-MAX_TAPS = 4
 # the layer step keeps a row of the state in the registers of each thread
 MAX_STEP_VALUES = 128
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = {None: 0, "silu": 1, "relu": 2}
 WRITES = {"one": 0, "beta": 1, "step": 2}
+# one name for each copy of this file in a process (the installed package, code from a Hub repository)
+NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
 def triton_recurrent_delta_rule(
@@ -74,17 +74,17 @@ def triton_recurrent_delta_rule(
 
 def _launch_recurrence(q, k, v, beta, log_decay, state, final, o, erase, scale):
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    q, k, v = (unit_stride(x) for x in (q, k, v))
     decay = _decay_kind(log_decay, K)
-    log_decay = _unit_stride(log_decay) if decay == 2 else log_decay
+    log_decay = unit_stride(log_decay) if decay == 2 else log_decay
     BK, BV, num_warps = _recurrent_config(B * HV, K, V)
     NV = triton.cdiv(V, BV)
-    with _on_device(q):
+    with on_device(q):
         recurrent_delta_rule_kernel[(B * HV * NV,)](
             q, k, v, beta, log_decay, state, final, o,
             scale, T, H, HV, NV,
-            *_strides(q, 3), *_strides(k, 3), *_strides(v, 3),
-            *_strides(beta, 3), *_strides(log_decay, 3), *_strides(state, 2), *_strides(final, 2),
+            *strides(q, 3), *strides(k, 3), *strides(v, 3),
+            *strides(beta, 3), *strides(log_decay, 3), *strides(state, 2), *strides(final, 2),
             K=K, V=V, BK=BK, BV=BV,
             DECAY=decay, ERASE=erase, HAS_BETA=beta is not None, HAS_STATE=state is not None, ONE_TOKEN=T == 1,
             num_warps=num_warps,
@@ -99,7 +99,7 @@ def supports(q, k, v, beta=None, log_decay=None, state=None, *, inplace=False):
 def unsupported(q, k, v, beta=None, log_decay=None, state=None, *, inplace=False):
     """None, or one line that says which argument of `triton_recurrent_delta_rule` does not fit."""
     given = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state}
-    reason = _unfit_tensors({name: x for name, x in given.items() if x is not None})
+    reason = unfit_tensors({name: x for name, x in given.items() if x is not None}, backward=False)
     if reason:
         return reason
     if q.dim() != 4 or k.shape != q.shape:
@@ -223,40 +223,57 @@ def triton_decode_step(
     reason = unsupported_step(*given, write=write, activation=activation, lower_bound=lower_bound)
     if reason:
         raise ValueError(reason)
-    y = torch.empty(v.shape[0], 1, v.shape[2] * v.shape[3], dtype=v.dtype, device=v.device)
-    if y.numel():
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        _launch_step(*given, y, erase, unit_keys, write, activation, lower_bound, scale, eps)
-    return y
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    bounded, bound = lower_bound is not None, 0.0 if lower_bound is None else lower_bound
+    options = erase, unit_keys, WRITES[write], ACTIVATIONS[activation], bounded, float(bound), float(scale), float(eps)
+    weights = (None,) * 3 if conv_weights is None else conv_weights
+    run = decode_step_op if needs_operator() else _launch_step
+    return run(
+        q, k, v, state, window, *weights, beta_logits, decay_logits, A_log, dt_bias, norm_weight, gate_logits, *options
+    )
 
 
 def _launch_step(
-    q, k, v, state, window, conv_weights, beta_logits, decay_logits, A_log, dt_bias, norm_weight, gate_logits, y,
-    erase, unit_keys, write, activation, lower_bound, scale, eps,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, window: Tensor | None, q_weight: Tensor | None,
+    k_weight: Tensor | None, v_weight: Tensor | None, beta_logits: Tensor | None, decay_logits: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, norm_weight: Tensor | None, gate_logits: Tensor | None,
+    erase: bool, unit_keys: bool, write: int, activation: int, bounded: bool, lower_bound: float, scale: float,
+    eps: float,
+) -> Tensor:  # fmt: skip
     (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
-    q, k, v, gate_logits = (None if x is None else _unit_stride(x) for x in (q, k, v, gate_logits))
-    taps = 1 if conv_weights is None else conv_weights[0].shape[-1]
+    y = v.new_empty(B, 1, HV * V)
+    if not y.numel():
+        return y
+    q, k, v, gate_logits = (unit_stride(x) for x in (q, k, v, gate_logits))
+    taps = 1 if q_weight is None else q_weight.shape[-1]
     # without convolution nothing is read through these, but pointers they must be
-    q_weight, k_weight, v_weight = (q, k, v) if conv_weights is None else (w.contiguous() for w in conv_weights)
+    weights = (q, k, v) if q_weight is None else (w.contiguous() for w in (q_weight, k_weight, v_weight))
     window = q if window is None else window
     decay = _decay_kind(decay_logits, K)
-    decay_logits = _unit_stride(decay_logits) if decay == 2 else decay_logits
+    decay_logits = unit_stride(decay_logits) if decay == 2 else decay_logits
     A_log, dt_bias, norm_weight = (None if x is None else x.contiguous() for x in (A_log, dt_bias, norm_weight))
     BK, BV, num_warps = _step_config(K, V)
-    with _on_device(q):
+    with on_device(q):
         decode_step_kernel[(B * H,)](
-            q, k, v, window, q_weight, k_weight, v_weight, beta_logits, decay_logits, A_log, dt_bias,
-            norm_weight, gate_logits, state, y,
-            scale, 0.0 if lower_bound is None else lower_bound, eps, H,
-            *_step_strides(q), *_step_strides(k), *_step_strides(v), *_strides(window, 2),
-            *_step_strides(beta_logits), *_step_strides(decay_logits), *_strides(gate_logits, 1), *_strides(state, 2),
+            q, k, v, window, *weights, beta_logits, decay_logits, A_log, dt_bias, norm_weight, gate_logits, state, y,
+            scale, lower_bound, eps, H,
+            *_step_strides(q), *_step_strides(k), *_step_strides(v), *strides(window, 2),
+            *_step_strides(beta_logits), *_step_strides(decay_logits), *strides(gate_logits, 1), *strides(state, 2),
             GROUP=HV // H, K=K, V=V, BK=BK, BV=BV,
-            TAPS=taps, ACTIVATION=ACTIVATIONS[activation] if taps > 1 else 0, UNIT_KEYS=unit_keys,
-            DECAY=decay, BOUNDED=lower_bound is not None, WRITE=WRITES[write], ERASE=erase,
+            TAPS=taps, ACTIVATION=activation if taps > 1 else 0, UNIT_KEYS=unit_keys,
+            DECAY=decay, BOUNDED=bounded, WRITE=write, ERASE=erase,
             HAS_NORM=norm_weight is not None, HAS_GATE=gate_logits is not None,
             num_warps=num_warps,
         )  # fmt: skip
+    return y
+
+
+decode_step_op = torch.library.custom_op(f"{NAMESPACE}::decode_step", _launch_step, mutates_args=("state", "window"))
+
+
+@decode_step_op.register_fake
+def _(q, k, v, *_):
+    return v.new_empty(v.shape[0], 1, v.shape[2] * v.shape[3])
 
 
 def supports_step(*args, **kwargs):
@@ -303,7 +320,7 @@ def unsupported_step(
             return f"{name} must be {list(shape)}, got {list(x.shape)}"
     if window is not None and window.stride(-1) != 1:
         return f"window must be contiguous in its channels to be replaced in place, got strides {window.stride()}"
-    return _unfit_tensors({name: x for name, (x, _) in wanted.items()}) or _unfit_inplace(state)
+    return unfit_tensors({name: x for name, (x, _) in wanted.items()}, backward=False) or _unfit_inplace(state)
 
 
 def _unfit_step_options(channels, K, write, activation, beta_logits, decay_logits, lower_bound):
@@ -488,28 +505,6 @@ def _step_config(K, V):
     return BK, BV, max(1, BK // 32)
 
 
-def _on_device(x):
-    """Launches go to the current device: make it that of x. torch.compile sees to that itself."""
-    if x.device.type != "cuda" or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
-
-
-def _unfit_tensors(tensors):
-    """None, or why these named tensors cannot go into one kernel."""
-    device = next(iter(tensors.values())).device
-    if device.type != "cuda" and not INTERPRETED:
-        return f"the Triton kernels need tensors on a CUDA device, got {device}"
-    for name, x in tensors.items():
-        if x.device != device:
-            return f"all tensors must be on one device, got {device} and {name} on {x.device}"
-        if x.dtype not in DTYPES:
-            return f"the Triton kernels take fp32, bf16 and fp16, got {x.dtype} for {name}"
-        if x.requires_grad and torch.is_grad_enabled():
-            return f"the decode kernels have no backward, got {name} that requires grad; use torch.no_grad()"
-    return None
-
-
 def _unfit_inplace(state):
     if state is None:
         return "inplace needs a state to replace, got None"
@@ -526,18 +521,7 @@ def _decay_kind(x, K):
     return 0 if x is None else 2 if x.shape[-1] == K and K > 1 else 1
 
 
-def _unit_stride(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x, count):
-    """The first strides of x; 0 where there is one element, so that odd strides do not make another kernel."""
-    if x is None:
-        return (0,) * count
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
-
-
 def _step_strides(x):
     """Strides of the batch and of the heads of [B, 1, H, ...]."""
-    batch, _, head = _strides(x, 3)
+    batch, _, head = strides(x, 3)
     return batch, head

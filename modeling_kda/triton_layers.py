@@ -10,10 +10,10 @@ Everything is computed in fp32 and rounded once. Sums over tokens are added in a
 deterministic. B batch, T time, C channels, W taps, V value channels.
 """
 
-import contextlib
-import os
+import re
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -23,16 +23,16 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MAX_TAPS = 4
+from .triton_launch import ACTIVATIONS, MAX_TAPS, needs_operator, on_device, strides, unfit_tensors, unit_stride
+
 MAX_NORM_SIZE = 4096
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = {None: 0, "silu": 1, "relu": 2}
 # measured on an H200: channels and tokens of one program
 FORWARD_RUN = {"BC": 128, "RUN": 32, "num_warps": 1}
 BACKWARD_RUN = {"BC": 128, "RUN": 64, "num_warps": 1}
 # elements of one tile of rows of the norm, and the most programs of its backward, each with a share of dweight
 NORM_TILE, NORM_WARPS, NORM_PROGRAMS = 1024, 2, 4096
+# one name for each copy of this file in a process (the installed package, code from a Hub repository)
+NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
 def triton_short_convolution(x, weight, window=None, *, age=None, activation=None):
@@ -52,7 +52,8 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
     reason = unsupported_convolution(x, weight, window, age=age, activation=activation)
     if reason:
         raise ValueError(reason)
-    y = ShortConvolutionFunction.apply(x, weight, window, age, ACTIVATIONS[activation])
+    run = short_convolution_op if needs_operator(x, weight, window) else _convolve
+    y = run(x, weight, window, age, ACTIVATIONS[activation])
     before = weight.shape[-1] - 1
     if x.shape[1] >= before:
         return y, x[:, x.shape[1] - before :]
@@ -63,7 +64,7 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
 def unsupported_convolution(x, weight, window=None, *, age=None, activation=None):
     """None, or one line that says which argument of `triton_short_convolution` does not fit."""
     given = {"x": x, "weight": weight, "window": window}
-    reason = _unfit_tensors({name: tensor for name, tensor in given.items() if tensor is not None})
+    reason = unfit_tensors({name: tensor for name, tensor in given.items() if tensor is not None}, backward=True)
     if reason:
         return reason
     if x.dim() != 3 or weight.dim() != 3 or weight.shape[:2] != (x.shape[2], 1):
@@ -82,47 +83,72 @@ def unsupported_convolution(x, weight, window=None, *, age=None, activation=None
     return None
 
 
-class ShortConvolutionFunction(torch.autograd.Function):
-    """y [B, T, C] of x, weight, window, age and the number of the activation."""
-
-    @staticmethod
-    def forward(ctx, x, weight, window, age, activation):
-        x, weight, window, age = _unit_stride(x), weight.contiguous(), _unit_stride(window), _unit_stride(age)
-        ctx.save_for_backward(x, weight, window, age)
-        ctx.activation = activation
-        B, T, C = x.shape
-        y = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
-        if y.numel() == 0:
-            return y
-        with _on_device(x):
-            blocks = triton.cdiv(T, FORWARD_RUN["RUN"]), triton.cdiv(C, FORWARD_RUN["BC"])
-            short_convolution_kernel[(*blocks, B)](
-                x, weight, window, age, y, T, C, *_strides(x, 2), *_strides(window, 2), *_strides(age, 1),
-                TAPS=weight.shape[-1], ACTIVATION=activation, HAS_WINDOW=window is not None, HAS_AGE=age is not None,
-                **FORWARD_RUN,
-            )  # fmt: skip
+def _convolve(x: Tensor, weight: Tensor, window: Tensor | None, age: Tensor | None, activation: int) -> Tensor:
+    x, weight, window, age = unit_stride(x), weight.contiguous(), unit_stride(window), unit_stride(age)
+    B, T, C = x.shape
+    y = x.new_empty(B, T, C)
+    if y.numel() == 0:
         return y
+    with on_device(x):
+        blocks = triton.cdiv(T, FORWARD_RUN["RUN"]), triton.cdiv(C, FORWARD_RUN["BC"])
+        short_convolution_kernel[(*blocks, B)](
+            x, weight, window, age, y, T, C, *strides(x, 2), *strides(window, 2), *strides(age, 1),
+            TAPS=weight.shape[-1], ACTIVATION=activation, HAS_WINDOW=window is not None, HAS_AGE=age is not None,
+            **FORWARD_RUN,
+        )  # fmt: skip
+    return y
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, weight, window, age = ctx.saved_tensors
-        B, T, C = x.shape
-        taps, dy = weight.shape[-1], _unit_stride(dy)
-        dx = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
-        dwindow = None if window is None else torch.zeros(B, taps - 1, C, dtype=window.dtype, device=x.device)
-        blocks = triton.cdiv(T, BACKWARD_RUN["RUN"])
-        shares = torch.empty(B, blocks, taps, C, dtype=torch.float32, device=x.device)
-        if shares.numel():
-            with _on_device(x):
-                short_convolution_backward_kernel[(blocks, triton.cdiv(C, BACKWARD_RUN["BC"]), B)](
-                    x, weight, window, age, dy, dx, dwindow, shares, T, C,
-                    *_strides(x, 2), *_strides(window, 2), *_strides(age, 1), *_strides(dy, 2),
-                    TAPS=taps, ACTIVATION=ctx.activation, HAS_WINDOW=window is not None, HAS_AGE=age is not None,
-                    **BACKWARD_RUN,
-                )  # fmt: skip
-        dweight = shares.sum((0, 1)).t()[:, None].to(weight.dtype)
-        return dx, dweight, dwindow, None, None
+
+def _convolve_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, window: Tensor | None, age: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and window (empty where there is none)."""
+    x, weight, window, age = unit_stride(x), weight.contiguous(), unit_stride(window), unit_stride(age)
+    (B, T, C), taps, dy = x.shape, weight.shape[-1], unit_stride(dy)
+    dx = x.new_empty(B, T, C)
+    dwindow = x.new_empty(0) if window is None else window.new_zeros(B, taps - 1, C)
+    blocks = triton.cdiv(T, BACKWARD_RUN["RUN"])
+    shares = x.new_empty(B, blocks, taps, C, dtype=torch.float32)
+    if shares.numel():
+        with on_device(x):
+            short_convolution_backward_kernel[(blocks, triton.cdiv(C, BACKWARD_RUN["BC"]), B)](
+                x, weight, window, age, dy, dx, None if window is None else dwindow, shares, T, C,
+                *strides(x, 2), *strides(window, 2), *strides(age, 1), *strides(dy, 2),
+                TAPS=taps, ACTIVATION=activation, HAS_WINDOW=window is not None, HAS_AGE=age is not None,
+                **BACKWARD_RUN,
+            )  # fmt: skip
+    dweight = shares.sum((0, 1)).t()[:, None].to(weight.dtype)
+    return dx, dweight.contiguous(), dwindow
+
+
+short_convolution_op = torch.library.custom_op(f"{NAMESPACE}::short_convolution", _convolve, mutates_args=())
+short_convolution_backward_op = torch.library.custom_op(
+    f"{NAMESPACE}::short_convolution_backward", _convolve_backward, mutates_args=()
+)
+
+
+@short_convolution_op.register_fake
+def _(x, weight, window, age, activation):
+    return x.new_empty(x.shape)
+
+
+@short_convolution_backward_op.register_fake
+def _(dy, x, weight, window, age, activation):
+    dwindow = x.new_empty(0) if window is None else window.new_empty(window.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dwindow
+
+
+def _save_convolution(ctx, inputs, output):
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_convolution(ctx, dy):
+    *gradients, dwindow = short_convolution_backward_op(dy, *ctx.saved_tensors, ctx.activation)
+    return *gradients, dwindow if ctx.needs_input_grad[2] else None, None, None
+
+
+short_convolution_op.register_autograd(_differentiate_convolution, setup_context=_save_convolution)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -333,13 +359,14 @@ def triton_gated_norm(o, weight, gate=None, *, eps):
     reason = unsupported_norm(o, weight, gate)
     if reason:
         raise ValueError(reason)
-    return GatedNormFunction.apply(o, weight, gate, eps)
+    run = gated_norm_op if needs_operator(o, weight, gate) else _gated_norm
+    return run(o, weight, gate, float(eps))
 
 
 def unsupported_norm(o, weight, gate=None):
     """None, or one line that says which argument of `triton_gated_norm` does not fit."""
     given = {"o": o, "weight": weight, "gate": gate}
-    reason = _unfit_tensors({name: tensor for name, tensor in given.items() if tensor is not None})
+    reason = unfit_tensors({name: tensor for name, tensor in given.items() if tensor is not None}, backward=True)
     if reason:
         return reason
     if weight.shape != o.shape[-1:]:
@@ -351,40 +378,67 @@ def unsupported_norm(o, weight, gate=None):
     return None
 
 
-class GatedNormFunction(torch.autograd.Function):
-    """y of o, weight, gate and eps. Saves its inputs only; the norm is computed again in the backward."""
+def _gated_norm(o: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
+    o, weight, gate = o.contiguous(), weight.contiguous(), None if gate is None else gate.contiguous()
+    y = o.new_empty(o.shape)
+    N, V, BN, BV = _norm_tile(o)
+    if N:
+        with on_device(o):
+            gated_norm_kernel[(triton.cdiv(N, BN),)](
+                o, weight, gate, y, eps, N, V=V, BN=BN, BV=BV, HAS_GATE=gate is not None, num_warps=NORM_WARPS
+            )
+    return y
 
-    @staticmethod
-    def forward(ctx, o, weight, gate, eps):
-        o, weight, gate = o.contiguous(), weight.contiguous(), None if gate is None else gate.contiguous()
-        ctx.save_for_backward(o, weight, gate)
-        ctx.eps = eps
-        y = torch.empty_like(o)
-        N, V, BN, BV = _norm_tile(o)
-        if N:
-            with _on_device(o):
-                gated_norm_kernel[(triton.cdiv(N, BN),)](
-                    o, weight, gate, y, eps, N, V=V, BN=BN, BV=BV, HAS_GATE=gate is not None, num_warps=NORM_WARPS
-                )
-        return y
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        o, weight, gate = ctx.saved_tensors
-        dy, do = dy.contiguous(), torch.empty_like(o)
-        dgate = None if gate is None else torch.empty_like(gate)
-        N, V, BN, BV = _norm_tile(o)
-        tiles = triton.cdiv(triton.cdiv(N, BN), NORM_PROGRAMS)
-        programs = triton.cdiv(N, BN * tiles) if N else 0
-        shares = torch.empty(programs, V, dtype=torch.float32, device=o.device)
-        if N:
-            with _on_device(o):
-                gated_norm_backward_kernel[(programs,)](
-                    o, weight, gate, dy, do, dgate, shares, ctx.eps, N, tiles,
-                    V=V, BN=BN, BV=BV, HAS_GATE=gate is not None, num_warps=NORM_WARPS,
-                )  # fmt: skip
-        return do, shares.sum(0).to(weight.dtype), dgate, None
+def _gated_norm_backward(
+    dy: Tensor, o: Tensor, weight: Tensor, gate: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of o, weight and gate (empty where there is none); the norm is computed again."""
+    o, weight, dy = o.contiguous(), weight.contiguous(), dy.contiguous()
+    gate = None if gate is None else gate.contiguous()
+    do = o.new_empty(o.shape)
+    dgate = o.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    N, V, BN, BV = _norm_tile(o)
+    tiles = triton.cdiv(triton.cdiv(N, BN), NORM_PROGRAMS)
+    programs = triton.cdiv(N, BN * tiles) if N else 0
+    shares = o.new_empty(programs, V, dtype=torch.float32)
+    if N:
+        with on_device(o):
+            gated_norm_backward_kernel[(programs,)](
+                o, weight, gate, dy, do, None if gate is None else dgate, shares, eps, N, tiles,
+                V=V, BN=BN, BV=BV, HAS_GATE=gate is not None, num_warps=NORM_WARPS,
+            )  # fmt: skip
+    return do, shares.sum(0).to(weight.dtype), dgate
+
+
+gated_norm_op = torch.library.custom_op(f"{NAMESPACE}::gated_norm", _gated_norm, mutates_args=())
+gated_norm_backward_op = torch.library.custom_op(
+    f"{NAMESPACE}::gated_norm_backward", _gated_norm_backward, mutates_args=()
+)
+
+
+@gated_norm_op.register_fake
+def _(o, weight, gate, eps):
+    return o.new_empty(o.shape)
+
+
+@gated_norm_backward_op.register_fake
+def _(dy, o, weight, gate, eps):
+    dgate = o.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return o.new_empty(o.shape), weight.new_empty(weight.shape), dgate
+
+
+def _save_norm(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_norm(ctx, dy):
+    *gradients, dgate = gated_norm_backward_op(dy, *ctx.saved_tensors, ctx.eps)
+    return *gradients, dgate if ctx.needs_input_grad[2] else None, None
+
+
+gated_norm_op.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -445,34 +499,3 @@ def _norm_tile(o):
     V = o.shape[-1]
     BV = triton.next_power_of_2(V)
     return o.numel() // max(V, 1), V, max(1, NORM_TILE // BV), BV
-
-
-def _on_device(x):
-    """Launches go to the current device: make it that of x. torch.compile sees to that itself."""
-    if x.device.type != "cuda" or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
-
-
-def _unfit_tensors(tensors):
-    """None, or why these named tensors cannot go into one kernel."""
-    device = next(iter(tensors.values())).device
-    if device.type != "cuda" and not INTERPRETED:
-        return f"the Triton kernels need tensors on a CUDA device, got {device}"
-    for name, x in tensors.items():
-        if x.device != device:
-            return f"all tensors must be on one device, got {device} and {name} on {x.device}"
-        if x.dtype not in DTYPES:
-            return f"the Triton kernels take fp32, bf16 and fp16, got {x.dtype} for {name}"
-    return None
-
-
-def _unit_stride(x):
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x, count):
-    """The first strides of x; 0 where there is one element, so that odd strides do not make another kernel."""
-    if x is None:
-        return (0,) * count
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))

@@ -1,11 +1,9 @@
 """What the tests of the decode and layer kernels share: definitions in fp64, and how to reach a kernel.
 
-The kernel files are loaded by path, not through the package: they must work with nothing but torch and triton, and
-under the interpreter each is loaded in a process of its own.
+Under the interpreter kernels run in processes of their own, because Triton reads the switch once.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
 # relative root mean square error against fp64, by the dtype of the inputs: fp32 arithmetic, one rounding of the output
 BUDGET = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,15 +22,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     BUDGET[torch.bfloat16] = 8e-3
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
 FP32 = BUDGET[torch.float32]
-
-
-def load(name):
-    """The kernel file `modeling_kda/{name}.py` as a module."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "modeling_kda" / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def run_interpreted(file):
@@ -48,14 +36,16 @@ def run_interpreted(file):
 @contextlib.contextmanager
 def recorded(module, launches):
     """Inside, a kernel file takes CPU tensors and launches nothing: (kernel, arguments, options) are noted instead."""
+    from modeling_kda import triton_launch
+
     kernels = {name: x for name, x in vars(module).items() if name.endswith("_kernel")}
-    allowed, module.INTERPRETED = module.INTERPRETED, True
+    allowed, triton_launch.INTERPRETED = triton_launch.INTERPRETED, True
     for name, kernel in kernels.items():
         setattr(module, name, Recorder(kernel, launches))
     try:
         yield
     finally:
-        module.INTERPRETED = allowed
+        triton_launch.INTERPRETED = allowed
         for name, kernel in kernels.items():
             setattr(module, name, kernel)
 

@@ -13,7 +13,6 @@ from kernel_reference import (
     convolution_loop,
     delta_rule_loop,
     gated_norm,
-    load,
     on_gpu,
     poison,
     recorded,
@@ -21,7 +20,8 @@ from kernel_reference import (
 )
 
 pytest.importorskip("triton", reason="the kernels need triton")
-decode = load("triton_decode")
+
+from modeling_kda import triton_decode as decode  # noqa: E402
 
 NORM_EPS = 1e-5
 # decay, erase, beta: the rows of the stage table, and what the recurrence allows beside them

@@ -8,7 +8,6 @@ from kernel_reference import (
     assert_fits,
     convolution_loop,
     gated_norm,
-    load,
     on_gpu,
     poison,
     recorded,
@@ -16,7 +15,8 @@ from kernel_reference import (
 )
 
 pytest.importorskip("triton", reason="the kernels need triton")
-layers = load("triton_layers")
+
+from modeling_kda import triton_layers as layers  # noqa: E402
 
 EPS = 1e-5
 

@@ -11,9 +11,10 @@ calls in a graph, as in a model whose layers follow one another, over as many di
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -31,11 +32,11 @@ BUDGET = {"o": 5e-3, "state": 1e-5}
 
 
 def load_kernels():
-    """The kernel file alone: it needs torch and triton, the package also needs transformers."""
-    spec = importlib.util.spec_from_file_location("triton_decode", ROOT / "modeling_kda" / "triton_decode.py")
-    sys.modules["triton_decode"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The kernel file without the package around it, which needs transformers."""
+    package = types.ModuleType("modeling_kda")
+    package.__path__ = [str(ROOT / "modeling_kda")]
+    sys.modules.setdefault("modeling_kda", package)
+    return importlib.import_module("modeling_kda.triton_decode")
 
 
 def recurrence_inputs(B, T):

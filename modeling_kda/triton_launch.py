@@ -1,0 +1,54 @@
+"""What the launches of all layer kernels share: what they take, on which device they run, and strides.
+
+Kernels that torch.compile meets are operators of their own; each file of kernels registers them under its own name.
+"""
+
+import contextlib
+import os
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MAX_TAPS = 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = {None: 0, "silu": 1, "relu": 2}
+
+
+def on_device(x):
+    """Launches go to the current device: make it that of x. torch.compile sees to that itself."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def unfit_tensors(tensors, *, backward):
+    """None, or why these named tensors cannot go into one kernel. backward: whether it has one."""
+    device = next(iter(tensors.values())).device
+    if device.type != "cuda" and not INTERPRETED:
+        return f"the Triton kernels need tensors on a CUDA device, got {device}"
+    for name, x in tensors.items():
+        if x.device != device:
+            return f"all tensors must be on one device, got {device} and {name} on {x.device}"
+        if x.dtype not in DTYPES:
+            return f"the Triton kernels take fp32, bf16 and fp16, got {x.dtype} for {name}"
+        if x.requires_grad and torch.is_grad_enabled() and not backward:
+            return f"the decode kernels have no backward, got {name} that requires grad; use torch.no_grad()"
+    return None
+
+
+def needs_operator(*tensors):
+    """Whether a call must go through torch's operators, for gradients or torch.compile, and not straight to Triton."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def unit_stride(x):
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(x, count):
+    """The first strides of x; 0 where there is one element, so that odd strides do not make another kernel."""
+    if x is None:
+        return (0,) * count
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
