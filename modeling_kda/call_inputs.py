@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers.utils import is_torchdynamo_compiling
 
 from .token_layout import (
     TokenLayout,
@@ -14,6 +13,7 @@ from .token_layout import (
     isolate_padding,
     padding_splits_a_document,
 )
+from .tracing import numbers_are_hidden
 
 # an additive mask hides what is below; biases such as ALiBi's stay above on the diagonal
 HIDDEN = -1e3
@@ -54,7 +54,7 @@ def read_inputs(
     real = real_tokens(mask, visible, shape, past)
     positions = read_positions(position_ids, shape, real)
     said = shape, positions, seq_idx, cu_seqlens
-    if is_torchdynamo_compiling():
+    if numbers_are_hidden():
         ordinary = attention_mask is not None or cache is not None or makes_cache
         document = assume_documents(*said, real=real, ordinary=ordinary)
     else:
@@ -75,7 +75,7 @@ def check_ids(input_ids, vocab_size):
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be integers [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
     # on other devices the CPU would have to wait for the numbers
-    if input_ids.device.type == "cpu" and input_ids.numel() and not is_torchdynamo_compiling():
+    if input_ids.device.type == "cpu" and input_ids.numel() and not numbers_are_hidden():
         first, last = (int(x) for x in input_ids.aminmax())
         if first < 0 or last >= vocab_size:
             raise ValueError(f"input_ids must be from 0 to {vocab_size - 1}, got {first if first < 0 else last}")
@@ -97,7 +97,7 @@ def read_mask(attention_mask, inputs_embeds, past, cache, layer_types):
     if attention_mask.dim() != 4:
         raise ValueError(f"attention_mask must be [B, S] or [B, 1, T, S], got {list(attention_mask.shape)}")
     mask = _checked_4d(attention_mask, inputs_embeds, past, -1 if cache is None else cache.get_max_length())
-    if recurrent and not is_torchdynamo_compiling():
+    if recurrent and not numbers_are_hidden():
         _check_causal(mask, past)
     return mask
 
@@ -121,7 +121,7 @@ def real_tokens(mask, visible, shape, past):
         real = _real_tokens_of_dict(mask, T, past)
     else:
         real = None if visible is None else visible[:, -T:]
-    if real is None or (not is_torchdynamo_compiling() and real.all()):
+    if real is None or (not numbers_are_hidden() and real.all()):
         return None
     return real.expand(shape)
 
@@ -200,7 +200,7 @@ def _past_length(cache, shape):
     if cache is None:
         return 0
     past = cache.get_seq_length()
-    if is_torchdynamo_compiling():
+    if numbers_are_hidden():
         return past
     past, room = int(past), cache.get_max_length()
     if room != -1 and past + shape[1] > room:
@@ -234,7 +234,7 @@ def _checked_2d(mask, shape, past):
     columns = past + T if isinstance(past, int) else mask.shape[1]
     if tuple(mask.shape) != (B, columns):
         raise ValueError(f"attention_mask must be [B, past + T] = [{B}, {past} + {T}], got {list(mask.shape)}")
-    if mask.is_floating_point() and not is_torchdynamo_compiling() and (mask < 0).any():
+    if mask.is_floating_point() and not numbers_are_hidden() and (mask < 0).any():
         raise ValueError("a 2-D attention_mask must be 1 on real tokens and 0 on padding, got negative numbers")
     return mask != 0
 

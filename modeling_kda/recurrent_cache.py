@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.utils import is_torchdynamo_compiling
 
 from .ops import advance_state
+from .tracing import numbers_are_hidden
 
 
 @dataclass
@@ -235,7 +236,7 @@ class CountingRecurrentLayer(RecurrentLayer, CacheLayerMixin):
         self.cumulative_length.add_(tokens)
 
     def get_seq_length(self):
-        return self.cumulative_length if is_torchdynamo_compiling() else int(self.cumulative_length)
+        return self.cumulative_length if numbers_are_hidden() else int(self.cumulative_length)
 
     def get_mask_sizes(self, query_length):
         return self.get_seq_length() + query_length, 0

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers.utils import is_torchdynamo_compiling
+
+from .tracing import numbers_are_hidden
 
 
 @dataclass
@@ -99,7 +100,7 @@ def documents_from_cu_seqlens(cu_seqlens, shape):
     if shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q describes one row of packed documents, got a batch of {shape[0]} rows")
     bounds = cu_seqlens.to(torch.int64)
-    if not is_torchdynamo_compiling() and not _are_bounds(bounds, shape[1]):
+    if not numbers_are_hidden() and not _are_bounds(bounds, shape[1]):
         raise ValueError(
             f"cu_seq_lens_q must be one-dimensional, start at 0, never decrease and end at the {shape[1]} tokens of "
             f"the row, got {cu_seqlens.tolist()}"
