@@ -42,11 +42,12 @@ class LatentMixer(nn.Module):
         self.kv_lora_rank, self.q_lora_rank = R, config.q_lora_rank
         self.scaling = (self.nope + self.rope) ** -0.5
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(D, H * (self.nope + self.rope), bias=False)
+            self.q_proj = nn.Linear(D, H * (self.nope + self.rope), bias=config.attention_bias)
         else:
             self.q_a_proj = nn.Linear(D, config.q_lora_rank, bias=False)
             self.q_norm = _latent_norm(config, config.q_lora_rank)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, H * (self.nope + self.rope), bias=False)
+            outputs = H * (self.nope + self.rope)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, outputs, bias=config.attention_bias)
         self.kv_a_proj = nn.Linear(D, R + self.rope, bias=False)
         self.kv_norm = _latent_norm(config, R)
         self.kv_b_proj = nn.Linear(R, H * (self.nope + self.v_head_dim), bias=False)
