@@ -23,7 +23,11 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "tokenizer.model",
+    "tiktoken.model",
 )
+# a tokenizer can bring its own code, as those of Kimi do
+TOKENIZER_CODE = ("tokenization_*.py", "encoding_*.py", "tool_declaration_ts.py")
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -53,7 +57,7 @@ class Checkpoint:
         self.source = str(source)
         self.folder = _locate(source)
         self.config = read_json(self.folder / "config.json")
-        self._whole_files = {}
+        self._whole_files, self._places, self._last_bin = {}, {}, (None, None)
         self.shapes, self.dtypes, self._file_of = {}, {}, {}
         for path, promised in _weight_files(self.folder).items():
             self._list_file(path, promised)
@@ -67,6 +71,32 @@ class Checkpoint:
         for path, wanted in by_file.items():
             tensors.update(self._read_file(path, wanted))
         return {name: tensors[name] for name in names}
+
+    def read_range(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Part of a tensor, which as a whole may be larger than memory.
+
+        Args:
+            name: its stored name.
+            start, count: which of its numbers, in memory order.
+
+        Returns: [count], on CPU, in the dtype it is stored in.
+        """
+        path, dtype = self._file_of[name], self.dtypes[name]
+        if path.suffix != ".safetensors":
+            if self._last_bin[0] != path:
+                self._last_bin = path, self._load_bin(path)
+            return self._last_bin[1][name].reshape(-1)[start : start + count].clone()
+        try:
+            if path not in self._places:
+                self._places[path] = _places(path)
+            with open(path, "rb") as file:
+                file.seek(self._places[path][name] + start * dtype.itemsize)
+                content = bytearray(file.read(count * dtype.itemsize))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if len(content) != count * dtype.itemsize:
+            raise _unreadable(path, EOFError("it ends inside a tensor"))
+        return torch.frombuffer(content, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +176,7 @@ def _locate(source):
 
 def _download(repo_id):
     """The files of a Hub model that a conversion needs: .bin weights only if there are no safetensors."""
-    texts = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    texts = ["config.json", "generation_config.json", *TOKENIZER_FILES, *TOKENIZER_CODE]
     try:
         folder = Path(snapshot_download(repo_id, allow_patterns=[*texts, "model*.safetensors*"]))
         if not any((folder / name).exists() for name in WEIGHT_FILES):
@@ -184,6 +214,15 @@ def _open_safetensors(path):
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
+
+
+def _places(path):
+    """Where each tensor of a safetensors file starts: after 8 bytes that say how long the JSON header is, and it."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def _empty(part):

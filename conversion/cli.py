@@ -3,7 +3,14 @@
 import argparse
 import sys
 
-from .commands import distill_command, evaluate_command, generate_command, info_command, upcycle_command
+from .commands import (
+    convert_command,
+    distill_command,
+    evaluate_command,
+    generate_command,
+    info_command,
+    upcycle_command,
+)
 
 STAGE_PATTERN = """\
 STAGES is a stage name for all layers (softmax, linear, delta, ssd, gated_delta, kda), or a pattern from the first
@@ -11,6 +18,13 @@ layer up, separated by commas, in which NAME*N stands for N layers. A pattern sh
     kda                 every layer KDA
     kda*3,softmax       three KDA layers, then one with attention, and so on
     gated_delta,softmax alternating"""
+FORMAT_NAMES = """\
+The formats:
+    ours         a KDAForCausalLM; loads with trust_remote_code where this package is not installed
+    moonshot     the names of released Kimi Linear and Kimi K3 checkpoints; transformers' kimi_linear loads it, and it
+                 is what inference engines expect
+    kimi_linear  the names inside transformers' KimiLinearForCausalLM
+    fla          a KDAForCausalLM of flash-linear-attention"""
 
 
 def main(argv=None):
@@ -41,6 +55,7 @@ def build_parser():
     parser = OneLineParser(prog="kda", description="From GPT-2 to Kimi Delta Attention and back to numbers.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     _add_upcycle(commands)
+    _add_convert(commands)
     _add_distill(commands)
     _add_evaluate(commands)
     _add_generate(commands)
@@ -68,6 +83,21 @@ def _add_upcycle(commands):
         help="a field of the new configuration, such as short_conv_kernel_size=0 (repeatable)",
     )
     parser.set_defaults(command=upcycle_command)
+
+
+def _add_convert(commands):
+    parser = commands.add_parser(
+        "convert",
+        help="weights and configuration between our format and those of transformers, Moonshot and fla",
+        description="Write a model in another format. What SOURCE is follows from its files.",
+        epilog=FORMAT_NAMES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="model folder or Hub id")
+    parser.add_argument("output", metavar="OUTPUT", help="folder to write; must not exist")
+    parser.add_argument("--to", required=True, choices=("ours", "kimi_linear", "moonshot", "fla"), help="see below")
+    parser.add_argument("--mxfp4", action="store_true", help="routed experts in 4 bits, as Kimi K3 has them")
+    parser.set_defaults(command=convert_command)
 
 
 def _add_distill(commands):

@@ -23,6 +23,16 @@ def upcycle_command(arguments):
     print(f"saved {arguments.output}; every tensor is named in its upcycle.json")
 
 
+def convert_command(arguments):
+    from .convert import convert
+
+    report = convert(arguments.source, arguments.output, arguments.to, mxfp4=arguments.mxfp4)
+    if report["left_out"]:
+        print(f"left out {len(report['left_out'])} tensors of the vision parts, such as {report['left_out'][0]}")
+    print(f"{report['from']} -> {arguments.to}: {report['tensors']} tensors")
+    print(f"saved {arguments.output}")
+
+
 def distill_command(arguments):
     from dataclasses import fields
 

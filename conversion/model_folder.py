@@ -16,24 +16,20 @@ from transformers.dynamic_module_utils import custom_object_save
 from modeling_kda.configuration_kda import KDAConfig
 from modeling_kda.modeling_kda import KDAForCausalLM
 
-from .checkpoint import TOKENIZER_FILES, listed, read_json
+from .checkpoint import TOKENIZER_CODE, TOKENIZER_FILES, listed, read_json
 
 # with the tensors of one layer beside it, well below the size of any checkpoint that has several
 MAX_SHARD_BYTES = 250_000_000
 
 
 @contextlib.contextmanager
-def new_model_folder(output: str | Path, config: KDAConfig, *, max_shard_bytes: int = MAX_SHARD_BYTES):
-    """A `ModelFolder` to fill; at the end of the block it appears as `output`, after any error nothing does.
+def new_folder(output: str | Path):
+    """A hidden folder to fill; at the end of the block it appears as `output`, after any error nothing does.
 
     Args:
         output: the folder to make; must not exist. Missing parents are made when everything else is done.
-        config: of the model that is written.
-        max_shard_bytes: tensors are collected up to this size and then written as one file.
 
-    Raises:
-        ValueError: `output` exists, or the system refused to write (a full disk).
-        AssertionError: the block left a tensor of the model out.
+    Raises: ValueError if `output` exists, or the system refused to write (a full disk).
     """
     output = Path(output)
     if output.exists():
@@ -42,9 +38,7 @@ def new_model_folder(output: str | Path, config: KDAConfig, *, max_shard_bytes: 
     partial = present / f".{output.name}.{uuid.uuid4().hex[:8]}"
     try:
         partial.mkdir()
-        folder = ModelFolder(partial, config, max_shard_bytes)
-        yield folder
-        folder.finish()
+        yield partial
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         os.rename(partial, output)
     except (OSError, SafetensorError) as error:
@@ -54,6 +48,25 @@ def new_model_folder(output: str | Path, config: KDAConfig, *, max_shard_bytes: 
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_model_folder(output: str | Path, config: KDAConfig, *, max_shard_bytes: int = MAX_SHARD_BYTES):
+    """A `ModelFolder` to fill; at the end of the block it appears as `output`, after any error nothing does.
+
+    Args:
+        output: the folder to make; must not exist.
+        config: of the model that is written.
+        max_shard_bytes: tensors are collected up to this size and then written as one file.
+
+    Raises:
+        ValueError: as `new_folder`.
+        AssertionError: the block left a tensor of the model out.
+    """
+    with new_folder(output) as partial:
+        folder = ModelFolder(partial, config, max_shard_bytes)
+        yield folder
+        folder.finish()
 
 
 class ModelFolder:
@@ -81,23 +94,15 @@ class ModelFolder:
 
     def copy_tokenizer(self, source: Path):
         """The tokenizer files of `source`, as far as it has any."""
-        for name in TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, self.path / name)
-        if any((self.path / name).exists() for name in TOKENIZER_FILES):
-            self._name_tokenizer_class()
+        copy_tokenizer(source, self.path)
 
     def copy_generation_config(self, source: Path):
         """`generation_config.json` of `source` as it is, or one made from the model's configuration."""
-        name = "generation_config.json"
-        if (source / name).exists():
-            self.write_json(name, read_json(source / name))
-        else:
-            GenerationConfig.from_model_config(self.config).save_pretrained(self.path)
+        copy_generation_config(source, self.path, self.config)
 
     def write_json(self, name: str, content: dict):
         """One more JSON file."""
-        (self.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(self.path / name, content)
 
     def finish(self):
         """The last shard, the index, the configuration and the code that loads the model from the Hub."""
@@ -105,9 +110,7 @@ class ModelFolder:
         missing = sorted(set(self._shapes) - {name for names in self._written for name in names})
         assert not missing, f"not written: {listed(missing)}"
         self._name_shards()
-        self.config.architectures = [type(self._model).__name__]
-        custom_object_save(self._model, self.path)
-        self.config.save_pretrained(self.path)
+        save_config_and_code(self._model, self.path)
 
     def _flush(self):
         if not self._shard:
@@ -118,21 +121,63 @@ class ModelFolder:
         self._shard, self._shard_bytes = {}, 0
 
     def _name_shards(self):
-        count = len(self._written)
-        if count == 1:
-            (self.path / "0.safetensors").rename(self.path / "model.safetensors")
-            return
-        weight_map = {}
-        for i, names in enumerate(self._written):
-            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            (self.path / f"{i}.safetensors").rename(self.path / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        self.write_json("model.safetensors.index.json", index)
+        name_shards(self.path, self._written, self._total_bytes)
 
-    def _name_tokenizer_class(self):
-        """GPT-2's published files leave the class to the model type, which is ours now."""
-        path = self.path / "tokenizer_config.json"
-        settings = read_json(path) if path.exists() else {}
-        if "tokenizer_class" not in settings:
-            self.write_json(path.name, settings | {"tokenizer_class": "GPT2Tokenizer"})
+
+def name_shards(path: Path, names: list[list[str]], total_bytes: int):
+    """Give the files `0.safetensors`, `1.safetensors`, ... their final names, and write the index that several need.
+
+    Args:
+        path: the folder.
+        names: of the tensors in each file.
+        total_bytes: size of all tensors.
+    """
+    count = len(names)
+    if count == 1:
+        (path / "0.safetensors").rename(path / "model.safetensors")
+        return
+    weight_map = {}
+    for i, inside in enumerate(names):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        (path / f"{i}.safetensors").rename(path / file)
+        weight_map.update(dict.fromkeys(inside, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(path / "model.safetensors.index.json", index)
+
+
+def save_config_and_code(model: KDAForCausalLM, path: Path):
+    """The configuration of a model (which may be on the meta device) and the code that loads it from the Hub."""
+    model.config.architectures = [type(model).__name__]
+    custom_object_save(model, path)
+    model.config.save_pretrained(path)
+
+
+def copy_tokenizer(source: Path, target: Path):
+    """The tokenizer files of one folder into another, as far as there are any."""
+    for pattern in (*TOKENIZER_FILES, *TOKENIZER_CODE):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    if any((target / name).exists() for name in TOKENIZER_FILES):
+        _name_tokenizer_class(target)
+
+
+def copy_generation_config(source: Path, target: Path, config: KDAConfig):
+    """`generation_config.json` as it is, or one made from a configuration where there is none."""
+    name = "generation_config.json"
+    if (source / name).exists():
+        write_json(target / name, read_json(source / name))
+    else:
+        GenerationConfig.from_model_config(config).save_pretrained(target)
+
+
+def write_json(path: Path, content: dict):
+    """A JSON file that people can read."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _name_tokenizer_class(folder):
+    """GPT-2's published files leave the class to the model type, which is ours now."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    if "tokenizer_class" not in settings:
+        write_json(path, settings | {"tokenizer_class": "GPT2Tokenizer"})
