@@ -9,8 +9,10 @@ from modeling_kda.configuration_kda import KDAConfig
 from modeling_kda.modeling_kda import KDADecoderLayer
 
 from .exact_steps import steps_between
+from .expert_conversion import dense_to_experts, needs_inputs
 from .initialisation import NEW_PARAMETERS, HeadSettings, fit_queries_and_keys, new_parameters
-from .layer_fit import fit_mixer
+from .latent_conversion import add_output_gate, is_exact, measure_inputs, softmax_to_latent
+from .layer_fit import fit_mixer, output_error
 from .measurement import (
     LayerRecord,
     build_layer,
@@ -36,6 +38,7 @@ class Options:
         channel_spread: see `new_parameters`.
         seed: of everything random.
         device: where layers run.
+        experts: how MLPs become experts, a kind of `expert_conversion.py`, or None.
     """
 
     measured: bool
@@ -44,6 +47,7 @@ class Options:
     channel_spread: float
     seed: int
     device: torch.device
+    experts: str | None = None
 
 
 class LayerConverter:
@@ -63,27 +67,72 @@ class LayerConverter:
         self.source_config, self.config, self.options, self.dtype = copy.copy(source_config), config, options, dtype
         # a layer outside its model gets no mask, and this is the attention that is causal without one
         self.source_config._attn_implementation = "sdpa"
+        # new mixers are tried in layers that have nothing else that is new
+        self.mixer_config = KDAConfig.from_dict(config.to_dict() | {"num_experts": 0, "attention_residual": "none"})
+        self.mixer_config._attn_implementation = "sdpa"
         pairs = list(zip(source_config.stages, config.stages, strict=True))
         self.replaced = [i for i, (old, new) in enumerate(pairs) if old == "softmax" != new]
         self.steps = {i: steps_between(*pair) for i, pair in enumerate(pairs) if i not in self.replaced}
+        layers = range(config.num_hidden_layers)
+        self.with_experts = [i for i in layers if config.uses_experts(i) and not source_config.uses_experts(i)]
+        measured = [i for i in self.replaced if config.stages[i] != "mla" or not is_exact(config)]
+        if self.with_experts and needs_inputs(config, options.experts):
+            measured += self.with_experts
+        self.last_measured = max(measured, default=-1)
         self.hidden_states = None
-        if self.replaced:
+        if measured:
+            self._check_residual()
             self.hidden_states = self._embed(ends, windows).to(options.device, dtype)
 
     def convert(self, index: int, tensors: dict) -> tuple[dict, dict]:
         """Tensors of the source's layer -> tensors of the new layer, and what was done with them."""
-        record = None
-        if self.replaced and index <= self.replaced[-1]:
+        layer = record = None
+        if index <= self.last_measured:
             layer = build_layer(self.source_config, index, tensors, dtype=self.dtype, device=self.options.device)
             record = run_layer(layer, self.hidden_states)
             self.hidden_states = record.hidden_states
-        if index in self.replaced:
-            converted, facts = self._replace_softmax(index, layer, tensors, record)
-        else:
-            converted, facts = tensors, {}
+        converted, facts = tensors, {}
+        if index not in self.replaced:
             for step in self.steps[index]:
                 converted = step(converted, self.config, self._generator(index))
+        elif self.config.stages[index] == "mla":
+            converted, facts = self._make_latent(index, tensors, record)
+        else:
+            converted, facts = self._replace_softmax(index, layer, tensors, record)
+        converted = self._add_parts(index, converted, record)
         return converted, self._row(index, tensors, converted) | facts
+
+    def _add_parts(self, index, tensors, record):
+        """What is new around the mixer: none of it changes what the layer computes (but see `_partition`)."""
+        gated = self.config.mla_output_gate and not self.source_config.mla_output_gate
+        if gated and self.source_config.stages[index] == "mla":
+            tensors = add_output_gate(tensors, self.config.num_attention_heads)
+        if index in self.with_experts:
+            inputs = record.mlp_inputs if record is not None else None
+            kind, generator = self.options.experts, self._generator(index)
+            tensors = dense_to_experts(tensors, self.config, kind, inputs, generator)
+        if self.source_config.attention_residual == "none" != self.config.attention_residual:
+            with torch.device("meta"):
+                layer = KDADecoderLayer(self.config, index)
+            tensors = tensors | fresh_residuals(layer, tensors["mixer.o_proj.weight"].dtype)
+        return tensors
+
+    def _make_latent(self, index, tensors: dict, record: LayerRecord | None):
+        """A latent layer in the place of a softmax layer. No record is needed where it is exact."""
+        exact = is_exact(self.config)
+        statistics = None if exact else measure_inputs(tensors, record.inputs, self.config.num_attention_heads)
+        converted, energy = softmax_to_latent(tensors, self.config, statistics, self._generator(index))
+        facts = {"energy": float(f"{energy:.6g}")}
+        if exact:
+            return converted, facts
+        student = self._student(index, converted)
+        if self.options.fitted:
+            title, seed = f"fitting layer {index}", self.options.seed + index
+            facts["errors"] = fit_mixer(student, record, steps=self.options.fit_steps, seed=seed, title=title)
+            converted = {name: tensor.cpu() for name, tensor in student.state_dict().items()}
+        else:
+            facts["errors"] = {"start": output_error(student, record.inputs, record.outputs)}
+        return _stored(converted, tensors), facts
 
     def _replace_softmax(self, index, layer: KDADecoderLayer, tensors: dict, record: LayerRecord):
         """A recurrent layer in the place of a softmax layer, as near to it as its start can be."""
@@ -120,7 +169,7 @@ class LayerConverter:
         return _stored(student_tensors, tensors), facts
 
     def _student(self, index, tensors):
-        return build_layer(self.config, index, tensors, dtype=self.dtype, device=self.options.device)
+        return build_layer(self.mixer_config, index, tensors, dtype=self.dtype, device=self.options.device)
 
     def _facts(self, stage, settings, distances):
         """The settings that this stage has, and where they come from."""
@@ -153,8 +202,24 @@ class LayerConverter:
             hidden_states = hidden_states + ends["model.embed_positions.weight"][: windows.shape[1]]
         return hidden_states
 
+    def _check_residual(self):
+        if self.source_config.attention_residual != "none":
+            raise ValueError(
+                "the source has attention residuals, and its layers cannot be measured one at a time; convert mixers "
+                "and MLPs first and add attention residuals last"
+            )
+
     def _generator(self, index):
         return torch.Generator().manual_seed(self.options.seed + index)
+
+
+def fresh_residuals(module, dtype: torch.dtype) -> dict:
+    """Tensors for the attention residuals in a module that may be empty (meta): the plain sum, by queries of zero."""
+    shapes = {name: t.shape for name, t in module.state_dict().items() if "_residual." in name}
+    return {
+        name: (torch.zeros if name.endswith("query") else torch.ones)(shape, dtype=dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def _stored(tensors, source):

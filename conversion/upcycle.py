@@ -4,37 +4,28 @@ The source is read, converted and written one layer at a time. Embeddings, norms
 that keep their stage, bit for bit. A softmax layer that becomes recurrent keeps its query, key and value projections;
 its output projection is scaled to what the new mixer gives it, and the new parameters start where the new mixer
 follows the old attention best on a few windows of text. Recurrent layers go up the lineage by `exact_steps.py`.
+
+The parts of Kimi Linear and Kimi K3 start exact: latent attention of full size (`latent_conversion.py`), its output
+gate, experts (`expert_conversion.py`) and attention residuals.
 """
 
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 
 from modeling_kda.configuration_kda import KDAConfig
+from modeling_kda.modeling_kda import KDAForCausalLM
 
 from .checkpoint import Checkpoint
 from .files import best_device, read_text
 from .gpt2_weights import Gpt2Weights
 from .kda_weights import KDAWeights
-from .layer_conversion import LayerConverter, Options
+from .layer_conversion import LayerConverter, Options, fresh_residuals
 from .measurement import SAMPLE_TEXT, cut_windows, load_source_tokenizer, random_windows
 from .model_folder import MAX_SHARD_BYTES, new_model_folder
+from .student_config import student_config
 
-# fields of the new configuration that are a choice; all others follow from the source
-CHOICES = (
-    "short_conv_kernel_size",
-    "short_conv_activation",
-    "output_gate",
-    "output_gate_rank",
-    "output_norm",
-    "decay_gate",
-    "decay_lower_bound",
-    "decay_rank",
-    "feature_map",
-    "max_rollback",
-)
 SAMPLE_WINDOWS, FITTED_WINDOWS = 8, 64
 RANDOM_TOKENS = "random tokens: the source has no tokenizer, so half-lives are the default and not measured"
 
@@ -44,6 +35,7 @@ def upcycle(
     output: str | Path,
     stages: str | list[str],
     *,
+    experts: str | None = None,
     calibrate: str | None = None,
     fit_steps: int = 200,
     channel_spread: float = 2.0,
@@ -58,6 +50,8 @@ def upcycle(
         source: folder or Hub id of a GPT-2 or of a model of ours.
         output: folder to write; must not exist. It appears complete or not at all.
         stages: a stage of the lineage for all layers, or a list with one per layer.
+        experts: how the MLPs become experts: "partition", "copies" or "latent", see `expert_conversion.py`; `None`
+            keeps them. Their number and sizes are fields of the configuration.
         calibrate: a text to fit the new mixers to, layer by layer (64 windows of it at most); without it, starts are
             chosen on a short sample that comes with this package, and nothing is fitted.
         fit_steps: steps of that fit per layer, after a closed-form step.
@@ -65,7 +59,7 @@ def upcycle(
         seed: of everything random.
         device: where layers are measured and fitted; a CUDA device if there is one, else the CPU.
         max_shard_bytes: largest weight file.
-        config_overrides: fields of the new configuration, from `CHOICES`.
+        config_overrides: fields of the new configuration, from `student_config.CHOICES`.
 
     Returns:
         What was done, as written to `upcycle.json`: for every layer the tensors that were carried, transformed and
@@ -80,7 +74,7 @@ def upcycle(
             f"fit_steps must be at least 0 and channel_spread at least 1, got {fit_steps} and {channel_spread}"
         )
     weights = open_weights(source)
-    config = student_config(weights.config, stages, config_overrides)
+    config = student_config(weights.config, stages, config_overrides, experts)
     config.dtype = weights.dtype
     folder = weights.checkpoint.folder
     with new_model_folder(output, config, max_shard_bytes=max_shard_bytes) as target:
@@ -94,6 +88,7 @@ def upcycle(
             channel_spread=channel_spread,
             seed=seed,
             device=torch.device(device or best_device()),
+            experts=experts,
         )
         report = {"source": str(source), "text": about_text, "windows": list(windows.shape)}
         report |= _convert(weights, config, windows, options, target)
@@ -108,44 +103,20 @@ def open_weights(source: str | Path) -> Gpt2Weights | KDAWeights:
     return KDAWeights(checkpoint) if ours else Gpt2Weights(checkpoint)
 
 
-def student_config(source: KDAConfig, stages: str | list[str], overrides: dict) -> KDAConfig:
-    """The source's configuration with other stages and choices.
-
-    Raises: ValueError for fields that are not a choice, or that recurrent layers of the source have already settled.
-    """
-    unknown = sorted(set(overrides) - set(CHOICES))
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} cannot be set, only {', '.join(CHOICES)}; everything else follows from the source"
-        )
-    settled = set(CHOICES) - {"max_rollback"} - ({"decay_rank"} if "kda" not in source.stages else set())
-    changed = [name for name in overrides if name in settled and overrides[name] != getattr(source, name)]
-    if changed and set(source.stages) != {"softmax"}:
-        raise ValueError(
-            f"{', '.join(changed)} cannot be changed: the source has recurrent layers that were built without; drop it"
-        )
-    stages = stages if isinstance(stages, str) else list(stages)
-    try:
-        config = KDAConfig.from_dict(source.to_dict() | overrides | {"stages": stages})
-    except StrictDataclassError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    heads = (config.num_attention_heads, config.head_dim)
-    replaced = any(old == "softmax" != new for old, new in zip(source.stages, config.stages, strict=True))
-    if replaced and (config.num_value_heads, config.value_head_dim) != heads:
-        raise ValueError(
-            f"softmax layers have {heads[0]} value heads of {heads[1]} channels, but the configuration asks for "
-            f"{config.num_value_heads} of {config.value_head_dim} in recurrent layers; they must be equal"
-        )
-    return config
-
-
 def _convert(weights, config, windows, options, target):
     """Everything from the source to the target, and the report about it."""
     ends = weights.ends()
     dtype = torch.promote_types(weights.dtype, torch.float32)
     converter = LayerConverter(weights.config, config, ends, windows, options, dtype)
     target.add(ends)
-    report = {"carried": list(ends), "layers": []}
+    report = {"carried": list(ends), "new": [], "layers": []}
+    if weights.config.attention_residual == "none" != config.attention_residual:
+        with torch.device("meta"):
+            empty = KDAForCausalLM(config)
+        new = fresh_residuals(empty, weights.dtype)
+        new = {name: tensor for name, tensor in new.items() if not name.startswith("model.layers.")}
+        target.add(new)
+        report["new"] = list(new)
     del ends
     for i in tqdm(range(config.num_hidden_layers), desc="upcycling", unit="layer", disable=None):
         tensors, row = converter.convert(i, weights.layer(i))

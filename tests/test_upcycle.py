@@ -38,7 +38,7 @@ from modeling_kda.conversion.measurement import LayerRecord, match_outputs, meas
 from modeling_kda.conversion.upcycle import upcycle
 from modeling_kda.layers import Decay
 
-RECURRENT = [stage for stage in STAGES if stage != "softmax"]
+RECURRENT = [stage for stage in STAGES if STAGES[stage].mixer == "recurrent"]
 FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -145,14 +145,16 @@ def test_the_report_says_what_really_happened(source, gpt2, tmp_path, stage):
         assert names["new"].isdisjoint(teacher)
         told |= names["carried"] | names["transformed"] | names["new"]
         kept = {f"mixer.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")}
+        if row["to"] == "mla":
+            kept = {"mixer.q_proj.weight", "mixer.q_proj.bias", "mixer.o_proj.weight"}
         if row["to"] == "ssd":
             kept -= {f"mixer.{part}_proj.{kind}" for part in "qk" for kind in ("weight", "bias")}
         assert kept <= set(row["carried"])
-        assert set(row["transformed"]) >= ({"mixer.o_proj.weight"} if row["to"] != "softmax" else set())
+        assert set(row["transformed"]) >= ({"mixer.o_proj.weight"} if row["to"] in RECURRENT else set())
     assert told == set(student)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["softmax", *RECURRENT])
 @pytest.mark.parametrize("output_gate", ["none", "low_rank", "full"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_new_parameters_are_exactly_what_a_stage_adds(stage, output_gate, bias):
@@ -170,7 +172,7 @@ def test_new_parameters_are_exactly_what_a_stage_adds(stage, output_gate, bias):
     assert {name: tensor.shape for name, tensor in new.items()} == {
         name: shape for name, shape in names[stage].items() if name not in names["softmax"]
     }
-    assert NEW_PARAMETERS.keys() == STAGES.keys()
+    assert NEW_PARAMETERS.keys() == {"softmax", *RECURRENT}
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])
@@ -221,7 +223,7 @@ def test_outputs_are_matched_by_least_squares():
         "mixer.o_proj.weight": torch.randn(8, 8, generator=generator).double(),
         "mixer.o_proj.bias": torch.ones(8).double(),
     }
-    record = LayerRecord(inputs=None, heads=ours + 0.5 * theirs, outputs=outputs, hidden_states=None)
+    record = LayerRecord(inputs=None, heads=ours + 0.5 * theirs, outputs=outputs, mlp_inputs=None, hidden_states=None)
     matched, factors = match_outputs(layer, ours, record, num_heads=2)
     rest = record.heads - ours * factors.repeat_interleave(4)
     by_head = (rest * ours).sum((0, 1)).view(2, 4).sum(1)
