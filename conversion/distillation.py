@@ -16,6 +16,7 @@ import torch
 from accelerate import PartialState
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 
+from .balancing import QuantileBalancing
 from .blocks import PackedBlocks, pad_on_the_right
 from .checkpoint import read_json
 from .cost import describe, environment, last_position
@@ -251,7 +252,10 @@ def _build_trainer(name, steps, folder, student, teacher, blocks, collate, recip
         kind = LogitTrainer
     groups = parameter_groups(student, weight_decay=recipe.weight_decay, **rates)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    return kind(student, optimizers=(optimizer, None), **common)
+    trainer = kind(student, optimizers=(optimizer, None), **common)
+    if name == "kl" and any(student.config.uses_experts(i) for i in range(student.config.num_hidden_layers)):
+        trainer.add_callback(QuantileBalancing())
+    return trainer
 
 
 def latest_checkpoint(folder):

@@ -173,12 +173,14 @@ def recurrent_layers(model):
 def parameter_groups(model, *, mixer_rate, other_rate, weight_decay=0.0):
     """Optimizer groups: mixers learn faster than what is kept of the teacher; only matrices decay.
 
-    Norms, biases, convolution taps, A_log and dt_bias are not matrices. Parameters that need no gradient are left out.
+    Norms, biases, convolution taps, A_log and dt_bias are not matrices; experts are stacks of them. Parameters that
+    need no gradient are left out.
     """
     groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             rate = mixer_rate if ".mixer." in name else other_rate
-            decay = weight_decay if parameter.dim() == 2 else 0.0
+            matrix = parameter.dim() == (3 if ".experts." in name else 2)
+            decay = weight_decay if matrix else 0.0
             groups.setdefault((rate, decay), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]

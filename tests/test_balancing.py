@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from conversion_helpers import sample_text, tiny_student, tiny_teacher, tokenizer
 from helpers import assert_same, tiny_model, tokens
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from modeling_kda import KDAConfig
+from modeling_kda import KDAConfig, KDAForCausalLM
 from modeling_kda.conversion.balancing import QuantileBalancing, RouterBalancing, SignBalancing, quantile_bias
+from modeling_kda.conversion.distillation import distill
+from modeling_kda.conversion.trainers import parameter_groups
 from modeling_kda.moe import Router
 
 E, K, D = 8, 2, 16
@@ -259,3 +262,25 @@ def test_a_trainer_balances_with_the_steps_that_it_takes(tmp_path):
     saved = type(whole).from_pretrained(tmp_path / "whole" / "checkpoint-2")
     assert torch.equal(biases(saved), biases(whole))
     assert not any(module._forward_hooks for module in whole.modules())
+
+
+def test_distillation_balances_experts_in_its_second_phase(tmp_path):
+    student = tiny_student(["kda", "softmax"], **EXPERTS)
+    options = {"block_size": 24, "batch_size": 2, "save_every": 5, "progress": False}
+    steps = {"layerwise_steps": 1, "kl_steps": 2}
+    distill(student, tiny_teacher(), sample_text(1500), tmp_path / "out", tokenizer=tokenizer(), **options, **steps)
+    trained = KDAForCausalLM.from_pretrained(tmp_path / "out")
+    assert (biases(trained).abs().amax(1) > 0).all()
+    first_phase = {**options, "layerwise_steps": 1, "kl_steps": 0}
+    student = tiny_student(["kda", "softmax"], **EXPERTS)
+    distill(student, tiny_teacher(), sample_text(1500), tmp_path / "first", tokenizer=tokenizer(), **first_phase)
+    assert not biases(student).any()
+
+
+def test_expert_matrices_decay_and_their_biases_do_not():
+    model = model_with_experts(mlp_bias=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, mixer_rate=1e-3, other_rate=1e-4, weight_decay=0.1)
+    decayed = {names[id(p)] for group in groups for p in group["params"] if group["weight_decay"]}
+    experts = {name.split(".experts.")[1] for name in decayed if ".experts." in name}
+    assert experts == {"gate_up_proj", "down_proj"}
