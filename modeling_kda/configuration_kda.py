@@ -270,7 +270,22 @@ class KDAConfig(ConfigChecks, PreTrainedConfig):
                 plan[f"layers.*.{mlp}.gate_proj"] = "colwise"
             plan[f"layers.*.{mlp}.up_proj"] = "colwise"
             plan[f"layers.*.{mlp}.down_proj"] = "rowwise"
+        # other experts stay whole: every rank would add their biases
+        if True in experts and self.mlp_gated and not self.mlp_bias:
+            plan["layers.*.mlp.experts"] = "moe_tp_experts"
+            plan["layers.*.mlp.experts.gate_up_proj"] = "packed_colwise"
+            plan["layers.*.mlp.experts.down_proj"] = "rowwise"
         return plan
+
+    @property
+    def base_model_ep_plan(self):
+        """Where experts are spread over ranks, each goes to one rank with all that it has."""
+        if not self.num_experts:
+            return None
+        kinds = ("proj", "bias") if self.mlp_bias else ("proj",)
+        names = [f"{name}_{kind}" for name in ("gate_up" if self.mlp_gated else "up", "down") for kind in kinds]
+        experts = "layers.*.mlp.experts"
+        return {experts: "ep_dispatch_experts", **{f"{experts}.{name}": "grouped_gemm" for name in names}}
 
 
 __all__ = ["KDAConfig"]
