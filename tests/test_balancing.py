@@ -163,7 +163,7 @@ def test_micro_batches_of_a_step_count_like_one_batch(name):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_count_once(reentrant):
     model = model_with_experts()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     runs = []
     model.model.layers[0].mlp.router.register_forward_hook(lambda *args: runs.append(1))
     rule = SignBalancing()
