@@ -42,6 +42,8 @@ def _layer_bytes(config, stage, num_tokens, dtype):
     K = getattr(config, "head_dim", None) or config.hidden_size // heads
     if STAGES[stage].mixer == "softmax":
         return 2 * heads * K * num_tokens * dtype.itemsize
+    if STAGES[stage].mixer == "latent":
+        return (config.kv_lora_rank + config.qk_rope_head_dim) * num_tokens * dtype.itemsize
     HV, V = config.num_value_heads, config.value_head_dim
     taps_before = max(config.short_conv_kernel_size - 1, 0)
     window = taps_before * (2 * heads * K + HV * V) * dtype.itemsize

@@ -25,12 +25,13 @@ KDAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassi
 # Trainer (label smoothing) and pipelines look classes up by name in these tables, which register() does not fill
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KDAConfig.model_type] = "KDAForCausalLM"
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[KDAConfig.model_type] = "KDAForSequenceClassification"
-# LoRA's default targets: projections that the mixer of every stage has
+# LoRA's default targets: the projections between the residual stream and queries, keys, values and outputs, whichever
+# of them a mixer has. Not those of `mla` that expand latents: decoding would have to multiply them out in every step
 try:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_TARGETS
 except ImportError:
     LORA_TARGETS = {}
-LORA_TARGETS[KDAConfig.model_type] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_TARGETS[KDAConfig.model_type] = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj"]
 
 __all__ = [
     "STAGES",

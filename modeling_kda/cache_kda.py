@@ -1,7 +1,8 @@
-"""What generation carries from call to call, per layer: keys and values, or a conv window and a state.
+"""What generation carries from call to call, per layer: keys and values, latents, or a conv window and a state.
 
-Softmax layers use transformers' own cache layers, recurrent layers the `RecurrentLayer` of `recurrent_cache.py`. It is
-put into whatever cache `generate`, an assistant or the user made (`adopt_cache`); `KDACache` is the ready-made one.
+Softmax and latent layers use transformers' own cache layers, recurrent layers the `RecurrentLayer` of
+`recurrent_cache.py`. It is put into whatever cache `generate`, an assistant or the user made (`adopt_cache`);
+`KDACache` is the ready-made one.
 """
 
 import torch
@@ -74,7 +75,7 @@ def adopt_cache(cache, config, batch_size=None):
         )
     for i, layer in enumerate(cache.layers):
         _check_layer(layer, i, config)
-        _check_rows(layer, batch_size, config.head_dim)
+        _check_rows(layer, batch_size, STAGES[config.stages[i]].mixer, config)
     # without a softmax layer nobody else counts the tokens
     counts = [not any(kind == "full_attention" for kind in config.layer_types)] + [False] * len(cache.layers)
     for i, layer in enumerate(cache.layers):
@@ -112,7 +113,7 @@ def _check_layer(layer, i, config):
     elif isinstance(layer, LinearAttentionLayer):
         fits = stage.mixer == "recurrent" and not any(layer.has_previous_state.values())
     else:
-        fits = stage.mixer == "softmax"
+        fits = stage.mixer != "recurrent"
     if not fits:
         raise ValueError(
             f"the cache was made for another model: its layer {i} is a {type(layer).__name__} and cannot serve the "
@@ -121,16 +122,21 @@ def _check_layer(layer, i, config):
         )
 
 
-def _check_rows(layer, batch_size, head_dim):
-    """Raises: ValueError if the cache was filled with another number of rows, or keys of another size."""
+def _check_rows(layer, batch_size, mixer, config):
+    """Raises: ValueError if the cache was filled with another number of rows, or keys (or latents) of another size."""
     recurrent = isinstance(layer, RecurrentLayer)
     held = layer.read()[1] if recurrent else getattr(layer, "keys", None)
     # empty layers hold None or an empty vector, quantized ones other things than tensors
     if batch_size is None or not isinstance(held, torch.Tensor) or held.dim() != 4:
         return
-    if held.shape[0] != batch_size or not (recurrent or held.shape[3] == head_dim):
+    rows, heads, _, size = held.shape
+    if mixer == "latent":
+        kind, fits = "latents", heads == 1 and size == config.kv_lora_rank
+        wanted = f"kv_lora_rank={config.kv_lora_rank}"
+    else:
+        kind, fits, wanted = "keys", recurrent or size == config.head_dim, f"head_dim={config.head_dim}"
+    if rows != batch_size or not fits:
         raise ValueError(
-            f"the cache holds {held.shape[0]} rows{'' if recurrent else f' of keys of size {held.shape[3]}'}, got a "
-            f"batch of {batch_size} and head_dim={head_dim}; make a new cache, or call batch_repeat_interleave or "
-            "batch_select_indices"
+            f"the cache holds {rows} rows{'' if recurrent else f' of {kind} of size {size}'}, got a batch of "
+            f"{batch_size} and {wanted}; make a new cache, or call batch_repeat_interleave or batch_select_indices"
         )

@@ -18,13 +18,14 @@ from .attention_residual import AttentionResidual, build_residual, opens_block
 from .cache_kda import KDACache, adopt_cache, raise_rollback
 from .call_inputs import check_ids, read_inputs
 from .configuration_kda import KDAConfig
+from .latent_mixer import LatentMixer
 from .layers import MLP, Decay, HedgehogFeatureMap, RMSNorm, ShortConvolution, build_norm
 from .moe import Experts, MoE, Router
 from .recurrent_mixer import RecurrentMixer
 from .softmax_mixer import SoftmaxMixer
 from .stages import STAGES
 
-MIXERS = {"softmax": SoftmaxMixer, "recurrent": RecurrentMixer}
+MIXERS = {"softmax": SoftmaxMixer, "latent": LatentMixer, "recurrent": RecurrentMixer}
 # what transformers does not know how to initialise
 OWN_INIT = (AttentionResidual, Decay, Experts, HedgehogFeatureMap, RMSNorm, Router, ShortConvolution)
 
@@ -93,7 +94,7 @@ class KDAPreTrainedModel(PreTrainedModel):
     _is_stateful = False
     # searched for anywhere in a name: "decay" would also catch the projections
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "router"]
-    _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": SoftmaxMixer}
+    _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": [SoftmaxMixer, LatentMixer]}
 
     def __init__(self, config: KDAConfig):
         super().__init__(config)
@@ -304,6 +305,11 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
                 f"{positions.shape[-1]}; to go on from a cache that covers the prompt, take the last token back with "
                 "crop(-1), which needs KDACache(config, max_rollback=1)"
             )
+
+    def _get_static_cache_init_shape(self):
+        # latent layers keep other shapes than keys of all heads; every layer finds its own out when it is first used
+        latent = any(STAGES[stage].mixer == "latent" for stage in self.config.stages)
+        return None if latent else super()._get_static_cache_init_shape()
 
     @staticmethod
     def create_masks_for_generate(*, inputs_embeds, attention_mask, **kwargs):

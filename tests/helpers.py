@@ -3,9 +3,7 @@
 import torch
 
 from modeling_kda import STAGES, KDAConfig, KDAForCausalLM
-from modeling_kda.modeling_kda import MIXERS
 
-STAGES = {name: stage for name, stage in STAGES.items() if stage.mixer in MIXERS}
 # one pattern per stage, and hybrids with the softmax layer in the middle, first, and last of several kinds
 PATTERNS = {
     **{stage: [stage] * 2 for stage in STAGES},
@@ -13,7 +11,9 @@ PATTERNS = {
     "softmax_first": ["softmax", "kda", "linear"],
     "every_stage": [*reversed(STAGES)],
 }
-RECURRENT_PATTERNS = {name: stages for name, stages in PATTERNS.items() if name != "softmax"}
+RECURRENT_PATTERNS = {
+    name: stages for name, stages in PATTERNS.items() if any(STAGES[stage].mixer == "recurrent" for stage in stages)
+}
 
 # two orders of summation in fp32, relative to the largest logit of a tiny model
 ROUNDING = 2e-5

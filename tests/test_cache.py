@@ -95,7 +95,8 @@ def test_every_layer_sees_the_same_past(stages):
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda module, args: seen.append(cache.get_seq_length()))
     model(ids[:, :9], cache=cache)
-    first_attention = next((i for i, s in enumerate(model.config.stages) if s == "softmax"), 0)
+    kinds = model.config.layer_types
+    first_attention = kinds.index("full_attention") if "full_attention" in kinds else 0
     seen.clear()
     model(ids[:, 9:], cache=cache)
     assert seen[: first_attention + 1] == [9] * (first_attention + 1)
@@ -366,7 +367,7 @@ def test_a_reset_cache_is_a_fresh_one(stages, kind):
     model(tokens(1, 20), cache=cache)
     cache.reset()
     assert int(cache.get_seq_length()) == 0
-    if stages != "softmax":
+    if stages in RECURRENT_PATTERNS:
         assert not cache.has_previous_state()
     assert torch.equal(feed(model, cache, ids, [5]), feed(model, fresh, ids, [5]))
     assert int(cache.get_seq_length()) == 7

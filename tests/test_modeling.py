@@ -439,7 +439,7 @@ def test_hidden_states_and_attentions(stages):
     assert len(hidden) == model.config.num_hidden_layers + 1
     assert_same(hidden[0], embeds)
     assert_same(model.lm_head(hidden[-1]), outputs.logits)
-    assert len(outputs.attentions or ()) == model.config.stages.count("softmax")
+    assert len(outputs.attentions or ()) == model.config.layer_types.count("full_attention")
     for weights in outputs.attentions or ():
         assert weights.shape == (2, 2, 9, 9)
         assert_same(weights.sum(-1), torch.ones(2, 2, 9))

@@ -16,6 +16,7 @@ from peft import (
 from modeling_kda import STAGES
 
 MIXER_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LATENT_PROJECTIONS = ["q_proj", "kv_a_proj", "o_proj"]
 
 
 def lora(**fields):
@@ -56,8 +57,10 @@ def test_lora_trains_saves_loads_and_merges(stages, tmp_path):
 
 
 def test_default_targets_reach_every_mixer():
-    model = get_peft_model(tiny_model(["softmax", *STAGES, "kda"]), lora())
-    expected = {f"model.layers.{i}.mixer.{name}" for i in range(len(STAGES) + 2) for name in MIXER_PROJECTIONS}
+    stages = ["softmax", *STAGES, "kda"]
+    model = get_peft_model(tiny_model(stages), lora())
+    names = [LATENT_PROJECTIONS if stage == "mla" else MIXER_PROJECTIONS for stage in stages]
+    expected = {f"model.layers.{i}.mixer.{name}" for i, own in enumerate(names) for name in own}
     assert set(model.targeted_module_names) == expected
 
 
