@@ -13,11 +13,22 @@ from .commands import (
 )
 
 STAGE_PATTERN = """\
-STAGES is a stage name for all layers (softmax, linear, delta, ssd, gated_delta, kda), or a pattern from the first
+STAGES is a stage name for all layers (softmax, linear, delta, ssd, gated_delta, kda, mla), or a pattern from the first
 layer up, separated by commas, in which NAME*N stands for N layers. A pattern shorter than the model repeats:
     kda                 every layer KDA
     kda*3,softmax       three KDA layers, then one with attention, and so on
-    gated_delta,softmax alternating"""
+    gated_delta,softmax alternating
+    kimi                as Kimi Linear: every fourth layer and the last one mla, the others kda
+
+The parts of Kimi Linear and Kimi K3 change nothing of what a model computes when they are added:
+    mla layers                              keep one latent of the model's width; a smaller one loses something, and
+                                            which size that pays for is --set kv_lora_rank=N
+    --set mla_output_gate=true              a gate on the outputs of mla layers
+    --set attention_residual=block          layers read mixtures of what earlier blocks made (or: full)
+    --experts latent --set num_experts=N    N experts in a latent space, beside the MLP
+    --experts copies --set num_experts=N    N copies of the MLP, of which each token goes to 2
+    --experts partition --set num_experts=N the MLP cut into N experts; exact while tokens go to all of them, which
+                                            --set num_experts_per_token=K ends"""
 FORMAT_NAMES = """\
 The formats:
     ours         a KDAForCausalLM; loads with trust_remote_code where this package is not installed
@@ -74,7 +85,8 @@ def _add_upcycle(commands):
     parser.add_argument("source", metavar="SOURCE", help="model folder or Hub id, such as gpt2")
     parser.add_argument("--stages", required=True, help="stage, or pattern of stages (see below)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--calibrate", metavar="FILE", help="text to fit the new gates to")
+    parser.add_argument("--experts", metavar="KIND", help="make experts of the MLPs (see below)")
+    parser.add_argument("--calibrate", metavar="FILE", help="text to fit the new mixers to")
     parser.add_argument(
         "--set",
         action="append",

@@ -15,7 +15,9 @@ def upcycle_command(arguments):
     stages = parse_stages(arguments.stages, config.num_hidden_layers)
     calibrate = read_text(arguments.calibrate) if arguments.calibrate else None
     overrides = dict(parse_override(pair) for pair in arguments.set)
-    report = upcycle(arguments.source, arguments.output, stages, calibrate=calibrate, **overrides)
+    report = upcycle(
+        arguments.source, arguments.output, stages, experts=arguments.experts, calibrate=calibrate, **overrides
+    )
     print(f"{'layer':>5}  {'from':<12} {'to':<12} {'carried':>7} {'transformed':>11} {'new':>4}  tensors")
     for row in report["layers"]:
         counts = len(row["carried"]), len(row["transformed"]), len(row["new"])
@@ -129,12 +131,14 @@ def info_command(arguments):
 
 
 def parse_stages(pattern, num_layers):
-    """One stage per layer from a pattern such as `kda*3,softmax`.
+    """One stage per layer from a pattern such as `kda*3,softmax`, or as in Kimi Linear from `kimi`.
 
     Returns: list of `num_layers` names (whether they exist is for `KDAConfig` to say).
 
     Raises: ValueError for a pattern that cannot be read or does not fit the number of layers.
     """
+    if pattern.strip() == "kimi":
+        return kimi_stages(num_layers)
     stages = []
     for part in pattern.split(","):
         name, star, count = part.strip().partition("*")
@@ -146,6 +150,11 @@ def parse_stages(pattern, num_layers):
             f"the stage pattern {pattern!r} has {len(stages)} layers, which does not divide the model's {num_layers}"
         )
     return stages * (num_layers // len(stages))
+
+
+def kimi_stages(num_layers):
+    """The stages of Kimi Linear and Kimi K3: every fourth layer and the last one `mla`, the others `kda`."""
+    return ["mla" if i % 4 == 0 or i == num_layers else "kda" for i in range(1, num_layers + 1)]
 
 
 def parse_override(pair):

@@ -24,7 +24,7 @@ READER_SHRINKAGE = 1e-3
 
 def is_exact(config: KDAConfig) -> bool:
     """Whether softmax layers become the `mla` layers of this configuration without a loss."""
-    return config.kv_lora_rank == config.hidden_size and not config.latent_norm
+    return config.kv_lora_rank == config.hidden_size
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,20 @@ def softmax_to_latent(
 
     The key bias adds the same to all scores of a query and is dropped, the value bias passes through an average
     unchanged and moves into that of `o_proj`. The output gate starts at one half, with `o_proj` doubled; queries do
-    not look at the shared key yet. All this is exact; see `nearest_latent` for the latent, and a norm on it is not.
+    not look at the shared key yet. All this is exact; see `nearest_latent` for the latent.
 
     Args:
         layer: the tensors by their names below the layer.
-        config: of the new model: heads as wide as those of the layer.
+        config: of the new model: heads as wide as those of the layer, no norm on the latent.
         statistics: of the layer; None to decompose the weights alone.
         generator: for the shared key.
 
     Returns: the tensors, and the share of the keys' and values' energy that the latent keeps.
     """
     heads, rope = config.num_attention_heads, config.qk_rope_head_dim
-    names = {name: f"mixer.{name}" for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")}
-    k, v, o = (layer[names[name]].double() for name in ("k_proj.weight", "v_proj.weight", "o_proj.weight"))
-    down, up_k, up_v, energy = nearest_latent(k, v, o, config.kv_lora_rank, statistics, unit=config.latent_norm)
-    kept = {name: t for name, t in layer.items() if not name.startswith(("mixer.k_proj.", "mixer.v_proj."))}
-    new = dict(kept)
+    k, v, o = (layer[f"mixer.{name}_proj.weight"].double() for name in "kvo")
+    down, up_k, up_v, energy = nearest_latent(k, v, o, config.kv_lora_rank, statistics)
+    new = {name: t for name, t in layer.items() if not name.startswith(("mixer.k_proj.", "mixer.v_proj."))}
     if "mixer.o_proj.bias" in layer:
         constant = layer["mixer.v_proj.bias"].double()
         if statistics is not None:
@@ -87,19 +85,17 @@ def softmax_to_latent(
         new["mixer.o_proj.bias"] = layer["mixer.o_proj.bias"].double() + o @ constant
     up = [x.unflatten(0, (heads, -1)) for x in (up_k, up_v)]
     new["mixer.kv_b_proj.weight"] = torch.cat(up, 1).flatten(0, 1)
-    if config.latent_norm:
-        new["mixer.kv_norm.weight"] = k.new_full((config.kv_lora_rank,), _typical_size(down, statistics))
     if rope:
         down = torch.cat([down, torch.randn(rope, down.shape[1], generator=generator) * down.shape[1] ** -0.5])
         new = _blind_to_the_shared_key(new, heads, rope)
     new["mixer.kv_a_proj.weight"] = down
     if config.mla_output_gate:
         new = add_output_gate(new, heads)
-    dtype = layer[names["q_proj.weight"]].dtype
+    dtype = layer["mixer.q_proj.weight"].dtype
     return {name: tensor.to(layer[name].dtype if name in layer else dtype) for name, tensor in new.items()}, energy
 
 
-def nearest_latent(keys, values, readers, rank: int, statistics: InputStatistics | None, *, unit: bool = False):
+def nearest_latent(keys, values, readers, rank: int, statistics: InputStatistics | None):
     """Factors of [keys; values] through `rank` channels.
 
     At the full rank, the latent is the input itself, and the weights stay as they are in every dtype. Below it, it is
@@ -112,7 +108,6 @@ def nearest_latent(keys, values, readers, rank: int, statistics: InputStatistics
         readers: [D, H * V], what reads the heads.
         rank: of the latent.
         statistics: None for a plain decomposition of the weights.
-        unit: whether the latent's channels have variance one; else half of each singular value is on either side.
 
     Returns: down [rank, D], up_k [H * K, rank], up_v [H * V, rank], and the share of the energy that is kept.
 
@@ -129,20 +124,15 @@ def nearest_latent(keys, values, readers, rank: int, statistics: InputStatistics
     rows, columns = torch.eye(len(weights)).to(keys), torch.eye(weights.shape[1]).to(keys)
     if statistics is not None:
         columns = _root(statistics.covariance, SHRINKAGE)
-        rows = torch.block_diag(
-            *(_root(queries, READER_SHRINKAGE).T for queries in statistics.queries),
-            _root(readers.T @ readers, READER_SHRINKAGE).T,
-        )
-        seen = (rows @ weights @ columns).split([len(keys), len(values)])
-        shares = [
-            torch.full((len(part), 1), weight / part.norm())
-            for part, weight in zip(seen, (KEY_WEIGHT, 1.0), strict=True)
-        ]
-        rows = torch.cat(shares) * rows
+        roots = [_root(moment, READER_SHRINKAGE).T for moment in (*statistics.queries, readers.T @ readers)]
+        rows = torch.block_diag(*roots)
+        seen_keys, seen_values = (rows @ weights @ columns).split([len(keys), len(values)])
+        rows[: len(keys)] *= KEY_WEIGHT / seen_keys.norm()
+        rows[len(keys) :] /= seen_values.norm()
     u, s, _ = torch.linalg.svd(rows @ weights @ columns, full_matrices=False)
     energy = (s[:rank].square().sum() / s.square().sum()).item()
     u, s = u[:, :rank], s[:rank].clamp_min(1e-9 * s[0])
-    scale = s if unit else s.sqrt()
+    scale = s.sqrt()
     up = torch.linalg.solve(rows, u * scale)
     return (u.T @ rows @ weights) / scale[:, None], up[: len(keys)], up[len(keys) :], energy
 
@@ -163,14 +153,6 @@ def _blind_to_the_shared_key(layer, heads, rope):
             q = layer[name].unflatten(0, (heads, channels))
             layer[name] = torch.cat([q, q.new_zeros(heads, rope, *q.shape[2:])], 1).flatten(0, 1)
     return layer
-
-
-def _typical_size(down, statistics):
-    """The root mean square of a latent channel."""
-    if statistics is None:
-        return down.square().mean().sqrt().item()
-    moment = statistics.covariance + torch.outer(statistics.mean, statistics.mean)
-    return ((down @ moment) * down).sum(1).mean().sqrt().item()
 
 
 def _root(moment, shrinkage):

@@ -68,7 +68,8 @@ class LayerConverter:
         # a layer outside its model gets no mask, and this is the attention that is causal without one
         self.source_config._attn_implementation = "sdpa"
         # new mixers are tried in layers that have nothing else that is new
-        self.mixer_config = KDAConfig.from_dict(config.to_dict() | {"num_experts": 0, "attention_residual": "none"})
+        others = {"num_experts": source_config.num_experts, "attention_residual": "none"}
+        self.mixer_config = KDAConfig.from_dict(config.to_dict() | others)
         self.mixer_config._attn_implementation = "sdpa"
         pairs = list(zip(source_config.stages, config.stages, strict=True))
         self.replaced = [i for i, (old, new) in enumerate(pairs) if old == "softmax" != new]

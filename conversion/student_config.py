@@ -20,7 +20,7 @@ RECURRENT = (
     "feature_map",
 )
 CHANNEL_DECAY = ("decay_rank",)
-LATENT = ("kv_lora_rank", "qk_rope_head_dim", "latent_norm")
+LATENT = ("kv_lora_rank", "qk_rope_head_dim")
 EXPERTS = (
     "num_experts",
     "num_experts_per_token",
@@ -50,7 +50,7 @@ def student_config(
     _check_choices(source, overrides, experts)
     fields = source.to_dict()
     if "mla" not in source.stages:
-        # the norm is no identity; the sizes follow from the heads of the source
+        # no norm on the latent can be an identity
         fields |= {"latent_norm": False}
     if source.attention_residual == "none":
         # the paper's model has 8 blocks and the smallest of its lineage would have one; a quarter of the layers each
