@@ -19,10 +19,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils import is_torchdynamo_compiling, logging
 
 from .layers import RMSNorm
+from .ops import BACKEND
 from .softmax_mixer import eager_attention
+
+try:
+    from .triton_latent import MAX_TOKENS, triton_latent_attention
+    from .triton_latent import unsupported as unsupported_by_kernel
+except ImportError:
+    triton_latent_attention = None
+
+logger = logging.get_logger(__name__)
 
 # scores of the absorbed form that are in memory at a time, in PyTorch
 MAX_SCORES = 1 << 27
@@ -145,6 +154,11 @@ class LatentMixer(nn.Module):
         q_latent, q_shared = _per_head(q[..., : self.nope], key_up), q[..., self.nope :]
         eager = self.config._attn_implementation in (None, "eager")
         causal = _is_causal(self, kwargs)
+        kernel = None if eager else find_kernel(q_latent, q_shared, latent, shared, mask)
+        if kernel is not None:
+            queries = q_latent.transpose(1, 2), q_shared.transpose(1, 2)
+            o = kernel(*queries, latent, shared, mask, seen, causal=causal, scale=self.scaling).transpose(1, 2)
+            return _per_head(o, value_up.transpose(1, 2)).transpose(1, 2), None
         visible = _visible(mask, T, latent.shape[1], q.device, seen, causal)
         scaled = q_latent * self.scaling, q_shared * self.scaling
         o, weights = _multi_query(*scaled, latent, shared, visible, whole=eager)
@@ -169,6 +183,25 @@ def absorbing_is_cheaper(T, S, R, expanded):
     T S (expanded + rope); absorbing costs T R expanded and then T S (2 R + rope). In Kimi's sizes, up to 170 tokens.
     """
     return T * (S * (2 * R - expanded) + R * expanded) < S * R * expanded
+
+
+def find_kernel(q_latent, q_shared, latent, shared, mask):
+    """The Triton function for this call of a few tokens, or None where PyTorch has to do it; why is said once."""
+    if BACKEND == "torch" or (BACKEND == "auto" and not latent.is_cuda):
+        return None
+    if triton_latent_attention is None:
+        reason = "triton is not installed (pip install triton)"
+    elif q_latent.shape[2] > MAX_TOKENS:
+        # a part of a prompt: matrix products are fast enough
+        return None
+    else:
+        reason = unsupported_by_kernel(q_latent.transpose(1, 2), q_shared.transpose(1, 2), latent, shared, mask)
+    if reason is None:
+        return triton_latent_attention
+    if BACKEND == "triton":
+        raise ValueError(f"KDA_BACKEND=triton, but the kernel cannot run this call: {reason}")
+    if not is_torchdynamo_compiling():
+        logger.warning_once(f"Latent attention decodes in PyTorch, slower than with the Triton kernel: {reason}")
 
 
 def _multi_query(q_latent, q_shared, latent, shared, visible, whole):

@@ -1,0 +1,305 @@
+"""Decoding with multi-head latent attention: all heads of a few new tokens against the past, latents read once.
+
+    s = scale (c . q_latent + k_r . q_shared)      for every key, and every head of every new token
+    o = sum over keys of softmax(s) c
+
+That is multi-query attention with one key of R + P channels, whose first R are also the value. One program holds all
+heads it can, so that a latent comes from memory once, and a part of the keys; `combine_kernel` adds the parts up.
+Scores are made transposed, [keys, heads]: keys fill the 64 rows of a Hopper matrix product, heads only few columns.
+
+Nothing here waits for the device or chooses by timing, so it can be captured into a CUDA graph. Forward only.
+
+B batch, T new tokens, S keys, H heads, R latent channels, P shared key channels.
+Splitting over keys: flash-decoding (Dao et al., 2023). The absorbed form: DeepSeek-V2, arXiv 2405.04434.
+"""
+
+import math
+import os
+import re
+
+import torch
+from torch import Tensor
+
+from .triton_chunk_blocks import shared_memory_of
+from .triton_launch import needs_operator, on_device, strides, unfit_tensors, unit_stride
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError as e:
+    raise ImportError(
+        "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
+    ) from e
+
+MAX_TOKENS = 16
+MAX_LATENT = 512
+MAX_SHARED = 128
+MAX_SPLITS = 256
+# key blocks of a part: fewer cost more to add up than they save
+MIN_BLOCKS = 2
+# one name for each copy of this file in a process (the installed package, code from a Hub repository)
+NAMESPACE = re.sub(r"\W", "_", __name__)
+# Triton's interpreter multiplies the bit patterns of bf16 operands
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def triton_latent_attention(q_latent, q_shared, latent, shared, mask=None, seen=None, *, causal=True, scale):
+    """Attention of T <= 16 new tokens to the latents of all tokens.
+
+    Args:
+        q_latent: [B, T, H, R] and q_shared: [B, T, H, P], any strides. R at most 512, P at most 128 and may be 0.
+        latent: [B, S, R] and shared: [B, S, P], in the dtype of the queries: bf16, fp16 or fp32.
+        mask: None, or [B or 1, 1, T, S], bool and True where a key may be seen, or additive. It decides alone.
+        seen: how many of the S keys there are, an integer tensor with one element, or [B], on the device; None for S.
+        causal: without a mask, whether the new tokens, which are the last ones, do not see each other's future.
+        scale: multiplier of the scores.
+
+    Returns: [B, T, H, R] in the dtype of the queries (heads first in memory); 0 where a token may see nothing.
+
+    Raises: ValueError for what `unsupported` names.
+    """
+    reason = unsupported(q_latent, q_shared, latent, shared, mask)
+    if reason:
+        raise ValueError(reason)
+    run = latent_attention_op if needs_operator() else _launch
+    return run(q_latent, q_shared, latent, shared, mask, seen, causal, float(scale)).permute(1, 2, 0, 3)
+
+
+def unsupported(q_latent, q_shared, latent, shared, mask=None):
+    """None, or one line that says which argument of `triton_latent_attention` does not fit."""
+    given = {"q_latent": q_latent, "q_shared": q_shared, "latent": latent, "shared": shared}
+    if q_latent.dim() != 4 or latent.dim() != 3 or shared.dim() != 3:
+        return f"q_latent must be [B, T, H, R] and latent [B, S, R], got {list(q_latent.shape)}, {list(latent.shape)}"
+    (B, T, H, R), S, P = q_latent.shape, latent.shape[1], shared.shape[2]
+    for name, shape in {"q_shared": (B, T, H, P), "latent": (B, S, R), "shared": (B, S, P)}.items():
+        if given[name].shape != shape:
+            return f"{name} must be {list(shape)}, got {list(given[name].shape)}"
+        if given[name].dtype != q_latent.dtype:
+            return f"{name} must be {q_latent.dtype} as q_latent, got {given[name].dtype}"
+    if T > MAX_TOKENS:
+        return f"the latent kernel takes at most {MAX_TOKENS} tokens, got {T}; expand the heads"
+    if R > MAX_LATENT or P > MAX_SHARED:
+        return f"the latent kernel takes R up to {MAX_LATENT} and P up to {MAX_SHARED}, got R = {R} and P = {P}"
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape not in ((B, 1, T, S), (1, 1, T, S)):
+            shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            return f"mask must be [B or 1, 1, T, S] = {[B, 1, T, S]}, got {shape}"
+        if mask.device != q_latent.device or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            return f"mask must be bool or additive, on {q_latent.device}, got {mask.dtype} on {mask.device}"
+    return unfit_tensors(given, backward=False)
+
+
+def _launch(
+    q_latent: Tensor, q_shared: Tensor, latent: Tensor, shared: Tensor, mask: Tensor | None, seen: Tensor | None,
+    causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    (B, T, H, R), S, P = q_latent.shape, latent.shape[1], shared.shape[2]
+    # heads first: the product with each head's own matrix comes next
+    out = q_latent.new_empty(H, B, T, R)
+    if not out.numel() or not S:
+        return out.zero_()
+    q_latent, q_shared, latent, shared = (unit_stride(x) for x in (q_latent, q_shared, latent, shared))
+    rows = T * H
+    blocks, tma, options = _config(rows, R, P, latent)
+    BN, BS = options["BN"], options["BS"]
+    row_blocks = triton.cdiv(rows, BN)
+    splits = _count_splits(B * row_blocks, triton.cdiv(S, BS), blocks)
+    partial = torch.empty(B, splits, rows, R, dtype=torch.float32, device=latent.device)
+    sums = torch.empty(2, B, splits, rows, dtype=torch.float32, device=latent.device)
+    s_m = (0, 0, 0) if mask is None else (strides(mask, 1)[0], mask.stride(2), mask.stride(3))
+    latents = latent
+    if tma:
+        s_b = latent.stride(0) if B > 1 else S * latent.stride(1)
+        latents = TensorDescriptor(latent, [B, S, R], [s_b, latent.stride(1), 1], [1, BS, options["BR"]])
+    with on_device(latent):
+        latent_attention_kernel[(B * splits * row_blocks,)](
+            q_latent, q_shared, latents, shared, mask, seen, partial, sums,
+            scale * math.log2(math.e), S, T, H, row_blocks, splits, B * splits * rows,
+            *strides(q_latent, 3), *strides(q_shared, 3), *strides(latent, 2), *strides(shared, 2), *s_m,
+            0 if seen is None or seen.numel() == 1 else 1,
+            R=R, P=P, MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+            HAS_SEEN=seen is not None, CAUSAL=causal and T > 1, TMA=tma, **options,
+        )  # fmt: skip
+        BC = min(64, options["BR"])
+        combine_kernel[(B * rows, triton.cdiv(R, BC))](
+            partial, sums, out, rows, H, splits, B * splits * rows,
+            *strides(out.permute(1, 2, 0, 3), 3),
+            R=R, BC=BC, BP=triton.next_power_of_2(splits), BJ=16, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+latent_attention_op = torch.library.custom_op(f"{NAMESPACE}::latent_attention", _launch, mutates_args=())
+
+
+@latent_attention_op.register_fake
+def _(q_latent, *_):
+    B, T, H, R = q_latent.shape
+    return q_latent.new_empty(H, B, T, R)
+
+
+def _config(rows, R, P, latent):
+    """(programs that run at a time, whether TMA brings the latents, options of the kernel).
+
+    Measured on an H200; nothing is timed at run time.
+    """
+    size, room = latent.element_size(), shared_memory_of(latent.device)
+    tma = _takes_tma(latent)
+    BN = min(32 if tma else 64, max(16, triton.next_power_of_2(rows)))
+    BR, BP = max(16, triton.next_power_of_2(R)), max(16, triton.next_power_of_2(P)) if P else 0
+    # 64 keys fill the rows of a matrix product; fp32 takes others, which keep more in registers
+    BS = 64 if size == 2 else 16
+    block = BS * (BR + BP) * size
+    fixed = (BN * (BR + BP) + BS * BN) * size
+    sizes = {"BN": BN, "BR": BR, "BP": BP}
+    # two programs share a processor: one computes while the other waits for its block
+    if tma and block + fixed <= room // 2:
+        return 2 * _processors(latent.device), True, {**sizes, "BS": BS, "num_warps": 4, "num_stages": 1}
+    if BS == 64 and block + fixed + 4096 > room:
+        BS, block = 32, block // 2
+    stages = max(1, min(3, (room - fixed - 4096) // block))
+    warps = 8 if BR >= 256 or BN == 64 else 4
+    return _processors(latent.device), False, {**sizes, "BS": BS, "num_warps": warps, "num_stages": stages}
+
+
+def _takes_tma(latent):
+    """Whether the device has the copy engine of Hopper, and it can read this tensor."""
+    if latent.device.type != "cuda" or latent.element_size() != 2 or latent.shape[2] < 64:
+        return False
+    if torch.cuda.get_device_capability(latent.device)[0] < 9 or latent.data_ptr() % 16:
+        return False
+    return all(stride > 0 and stride % 8 == 0 for stride in latent.stride()[:2])
+
+
+def _processors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _count_splits(programs, key_blocks, slots):
+    """Into how many parts to split the keys, so that the programs fill the `slots` of the device, in whole waves."""
+    most = min(MAX_SPLITS, max(1, key_blocks // MIN_BLOCKS))
+    best, best_use = 1, 0.0
+    for splits in range(1, most + 1):
+        waves = programs * splits / slots
+        use = waves / math.ceil(waves)
+        if use > best_use + 0.02:
+            best, best_use = splits, use
+        if waves > 4:
+            break
+    return best
+
+
+@triton.jit(do_not_specialize=["S", "T", "splits", "s_sums"])
+def latent_attention_kernel(
+    q_latent, q_shared, latent, shared, mask, seen, partial, sums,                           # tensors
+    scale, S, T, H, blocks, splits, s_sums,                                                  # numbers
+    s_qb, s_qt, s_qh, s_pb, s_pt, s_ph, s_cb, s_cs, s_kb, s_ks, s_mb, s_mt, s_ms, s_nb,      # strides
+    BN: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    MASK: tl.constexpr, HAS_SEEN: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One program: BN rows (heads of new tokens) of one sequence, one part of its keys."""
+    # torch.compile hands numbers over in fp64
+    scale = tl.cast(scale, tl.float32)
+    i_p = tl.program_id(0).to(tl.int64)
+    i_n, i_s, i_b = i_p % blocks, i_p // blocks % splits, i_p // blocks // splits
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < T * H
+    i_t, i_h = o_n // H, o_n % H
+    end = tl.cast(S, tl.int32)
+    if HAS_SEEN:
+        end = tl.minimum(tl.load(seen + i_b * s_nb).to(tl.int32), end)
+    part = tl.cdiv(tl.cdiv(end, BS), splits) * BS
+    first = i_s.to(tl.int32) * part
+    last = tl.minimum(first + part, end)
+    p_sums = sums + (i_b * splits + i_s) * T * H + o_n
+
+    o_r, o_k, o_s = tl.arange(0, BR), tl.arange(0, BP if P > 0 else 16), tl.arange(0, BS)
+    m_r, m_k = o_r < R, o_k < P
+    p_q = q_latent + i_b * s_qb + (i_t * s_qt + i_h * s_qh)[:, None] + o_r[None, :]
+    b_q = tl.load(p_q, mask=m_n[:, None] & m_r[None, :], other=0.0)
+    if P > 0:
+        p_p = q_shared + i_b * s_pb + (i_t * s_pt + i_h * s_ph)[:, None] + o_k[None, :]
+        b_p = tl.load(p_p, mask=m_n[:, None] & m_k[None, :], other=0.0)
+        if INTERPRETED:
+            b_p = b_p.to(tl.float32)
+    if INTERPRETED:
+        b_q = b_q.to(tl.float32)
+    # offsets inside a block stay small; only its start needs 64 bits
+    o_c = o_s[:, None] * s_cs + o_r[None, :]
+    o_ks = o_s[:, None] * s_ks + o_k[None, :]
+
+    b_max = tl.full([BN], -float("inf"), tl.float32)
+    b_sum = tl.zeros([BN], tl.float32)
+    b_o = tl.zeros([BR, BN], tl.float32)
+    for start in range(first, last, BS):
+        m_s = start + o_s < last
+        i_start = tl.cast(start, tl.int64)
+        if P > 0:
+            b_k = tl.load(shared + i_b * s_kb + i_start * s_ks + o_ks, mask=m_s[:, None] & m_k[None, :], other=0.0)
+        if TMA:
+            b_c = latent.load([tl.cast(i_b, tl.int32), start, 0]).reshape(BS, BR)
+        else:
+            b_c = tl.load(latent + i_b * s_cb + i_start * s_cs + o_c, mask=m_s[:, None] & m_r[None, :], other=0.0)
+        if INTERPRETED:
+            b_c = b_c.to(tl.float32)
+        b_a = tl.dot(b_c, tl.trans(b_q), input_precision="tf32x3")
+        if P > 0:
+            if INTERPRETED:
+                b_k = b_k.to(tl.float32)
+            b_a = tl.dot(b_k, tl.trans(b_p), b_a, input_precision="tf32x3")
+        b_a *= scale
+        m_a = m_s[:, None] & m_n[None, :]
+        if MASK > 0:
+            p_m = mask + i_b * s_mb + (i_start + o_s)[:, None] * s_ms + (i_t * s_mt)[None, :]
+            if MASK == 1:
+                m_a &= tl.load(p_m, mask=m_a, other=0) != 0
+            else:
+                b_a += tl.load(p_m, mask=m_a, other=0.0).to(tl.float32) * 1.4426950408889634
+        elif CAUSAL:
+            m_a &= (start + o_s)[:, None] <= (end - T + i_t)[None, :]
+        b_a = tl.where(m_a, b_a, -float("inf"))
+        b_new = tl.maximum(b_max, tl.max(b_a, 0))
+        # a row that has seen nothing yet must not subtract infinities
+        b_base = tl.where(b_new == -float("inf"), 0.0, b_new)
+        b_a = tl.exp2(b_a - b_base[None, :])
+        b_old = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_old + tl.sum(b_a, 0)
+        b_o = tl.dot(tl.trans(b_c), b_a.to(b_c.dtype), b_o * b_old[None, :], input_precision="tf32x3")
+        b_max = b_new
+
+    tl.store(p_sums, b_max, mask=m_n)
+    tl.store(p_sums + s_sums, b_sum, mask=m_n)
+    # a row that has seen nothing is not written: its maximum says so
+    p_o = partial + ((i_b * splits + i_s) * T * H + o_n)[None, :] * R + o_r[:, None]
+    tl.store(p_o, b_o, mask=m_r[:, None] & (m_n & (b_sum > 0.0))[None, :])
+
+
+@triton.jit(do_not_specialize=["splits", "s_sums"])
+def combine_kernel(
+    partial, sums, out,                          # tensors
+    rows, H, splits, s_sums, s_ob, s_ot, s_oh,   # numbers and strides
+    R: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """One program: BC channels of one row of one sequence, all parts."""
+    i_p, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_b, i_n = i_p // rows, i_p % rows
+    o_p, o_c = tl.arange(0, BP), i_c * BC + tl.arange(0, BC)
+    m_c = o_c < R
+    p_max = sums + i_b * splits * rows + i_n
+    b_max = tl.load(p_max + o_p * rows, mask=o_p < splits, other=-float("inf"))
+    b_sum = tl.load(p_max + s_sums + o_p * rows, mask=o_p < splits, other=0.0)
+    b_base = tl.max(b_max, 0)
+    b_base = tl.where(b_base == -float("inf"), 0.0, b_base)
+    b_total = tl.sum(b_sum * tl.exp2(b_max - b_base), 0)
+    b_o = tl.zeros([BC], tl.float32)
+    for j in range(0, splits, BJ):
+        o_j = j + tl.arange(0, BJ)
+        b_w = tl.exp2(tl.load(p_max + o_j * rows, mask=o_j < splits, other=-float("inf")) - b_base)
+        p_o = partial + ((i_b * splits + o_j) * rows + i_n)[:, None] * R + o_c[None, :]
+        # parts that have seen nothing hold whatever was in memory
+        b_part = tl.load(p_o, mask=(b_w > 0.0)[:, None] & m_c[None, :], other=0.0)
+        b_o += tl.sum(b_part * b_w[:, None], 0)
+    b_o = tl.where(b_total > 0.0, b_o / tl.where(b_total > 0.0, b_total, 1.0), 0.0)
+    p_out = out + i_b * s_ob + i_n // H * s_ot + i_n % H * s_oh + o_c
+    tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_c)

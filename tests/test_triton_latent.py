@@ -1,0 +1,268 @@
+"""The latent attention kernel: against plain attention in fp64, under Triton's interpreter and on a CUDA device."""
+
+import os
+
+import pytest
+import torch
+from kernel_reference import (
+    BUDGET,
+    TYPES,
+    assert_close,
+    on_gpu,
+    poison,
+    recorded,
+    resource_usage,
+    run_interpreted,
+)
+from test_latent_mixer import decode, make_cache, make_mixer
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from modeling_kda import latent_mixer  # noqa: E402
+from modeling_kda import triton_latent as kernels  # noqa: E402
+
+
+def reference(q_latent, q_shared, latent, shared, mask=None, seen=None, *, causal=True, scale):
+    """Attention of every head to the same keys, in fp64."""
+    q_latent, q_shared, latent, shared = (x.double() for x in (q_latent, q_shared, latent, shared))
+    B, T, H, R = q_latent.shape
+    S = latent.shape[1]
+    scores = torch.einsum("bthr,bsr->bths", q_latent, latent) + torch.einsum("bthp,bsp->bths", q_shared, shared)
+    scores = scores * scale
+    order = torch.arange(S, device=latent.device)
+    end = (torch.full((B,), S) if seen is None else seen.reshape(-1).expand(B)).to(latent.device)
+    visible = (order < end[:, None])[:, None]
+    if mask is None and causal:
+        visible = order < (end[:, None] - T + 1 + torch.arange(T, device=latent.device))[..., None]
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask[:, 0]
+    elif mask is not None:
+        scores = scores + mask[:, 0, :, None].double()
+    scores = scores.masked_fill(~visible.expand(B, T, S)[:, :, None], -torch.inf)
+    return torch.einsum("bths,bsr->bthr", scores.softmax(-1).nan_to_num(0.0), latent)
+
+
+def inputs(B, T, H, S, R, P, dtype=torch.float32, device="cpu"):
+    q_latent, q_shared = torch.randn(B, T, H, R), torch.randn(B, T, H, P)
+    latent, shared = torch.randn(B, S, R), torch.randn(B, S, P)
+    return [x.to(dtype).to(device) for x in (q_latent, q_shared, latent, shared)]
+
+
+def check(*shape, dtype=torch.float32, device="cpu", mask=None, seen=None, **options):
+    tensors = inputs(*shape, dtype=dtype, device=device)
+    options = {"scale": (shape[4] + shape[5]) ** -0.5, **options}
+    poison(device)
+    actual = kernels.triton_latent_attention(*tensors, mask, seen, **options)
+    assert actual.dtype == dtype
+    # weights are rounded to the dtype of the latents
+    assert_close(actual, reference(*tensors, mask, seen, **options), BUDGET[dtype])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 2, 70, 16, 16), (2, 1, 3, 5, 24, 8), (1, 3, 5, 40, 33, 0), (1, 1, 20, 33, 16, 3), (1, 1, 1, 1, 1, 1)],
+    ids=str,
+)
+def interpreted_shapes(shape):
+    check(*shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def interpreted_dtypes(dtype):
+    check(1, 2, 3, 200, 24, 8, dtype=dtype)
+
+
+def interpreted_many_rows():
+    check(1, 3, 30, 20, 16, 4)
+
+
+@pytest.mark.parametrize("form", ["bool", "additive", "one_row"])
+def interpreted_masks(form):
+    B, T, S = 2, 2, 50
+    real = torch.ones(B, 1, T, S, dtype=torch.bool).tril(S - T)
+    real[0, ..., :20] = False
+    # a row that sees nothing, as a padded token does
+    real[1, :, 0] = False
+    if form == "additive":
+        real = torch.randn(B, 1, T, S).masked_fill(~real, torch.finfo(torch.float32).min)
+        real[1, :, 0] = -torch.inf
+    elif form == "one_row":
+        real = real[:1].expand(1, 1, T, S)
+    check(B, T, 3, S, 16, 4, mask=real)
+
+
+@pytest.mark.parametrize("seen", [torch.tensor(37), torch.tensor([1, 64]), torch.tensor([64], dtype=torch.int32)])
+def interpreted_room_for_more(seen):
+    """What stands behind the tokens of a static cache is not read, whatever it is."""
+    check(2, 1, 3, 64, 16, 4, seen=seen)
+    tensors = inputs(2, 1, 3, 64, 16, 4)
+    expected = kernels.triton_latent_attention(*tensors, None, seen, scale=0.3)
+    for row, end in enumerate(seen.reshape(-1).expand(2).tolist()):
+        for x in tensors[2:]:
+            x[row, end:] = torch.nan
+    assert torch.equal(kernels.triton_latent_attention(*tensors, None, seen, scale=0.3), expected)
+
+
+def interpreted_causality():
+    check(1, 4, 2, 40, 16, 4, seen=torch.tensor(30))
+    check(1, 4, 2, 40, 16, 4, causal=False)
+
+
+def interpreted_strides():
+    check_strides("cpu")
+
+
+def check_strides(device):
+    """Views give what contiguous copies give."""
+    B, T, H, S, R, P = 2, 2, 3, 40, 16, 4
+    fused = torch.randn(B, S, R + P, device=device)
+    heads = torch.randn(H, B, T, R + P, device=device).permute(1, 2, 0, 3)
+    views = [heads[..., :R], heads[..., R:], fused[..., :R], fused[..., R:]]
+    copies = [x.contiguous() for x in views]
+    actual, expected = (kernels.triton_latent_attention(*x, scale=0.3) for x in (views, copies))
+    assert torch.equal(actual, expected)
+
+
+def interpreted_nothing_to_see():
+    tensors = inputs(1, 1, 2, 0, 16, 4)
+    assert torch.equal(kernels.triton_latent_attention(*tensors, scale=1.0), torch.zeros(1, 1, 2, 16))
+    tensors = inputs(1, 1, 2, 8, 16, 4)
+    nothing = torch.zeros(1, dtype=torch.long)
+    assert torch.equal(kernels.triton_latent_attention(*tensors, None, nothing, scale=1.0), torch.zeros(1, 1, 2, 16))
+
+
+def interpreted_large_scores():
+    """Scores of a thousand neither overflow nor lose the small differences between them."""
+    q_latent, q_shared, latent, shared = inputs(1, 1, 2, 100, 16, 4)
+    tensors = q_latent * 300, q_shared, latent, shared
+    actual = kernels.triton_latent_attention(*tensors, scale=1.0)
+    assert_close(actual, reference(*tensors, scale=1.0), 1e-4)
+
+
+def test_under_the_interpreter():
+    run_interpreted(__file__)
+
+
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
+# (shape, dtype, mask): Kimi Linear, the same with drafted tokens and a mask, Kimi K3, GPT-2's sizes, fp32
+LAUNCHES = {
+    "kimi": ((1, 1, 32, 4096, 512, 64), torch.bfloat16, None),
+    "drafted": ((1, 4, 32, 4096, 512, 64), torch.float16, torch.bool),
+    "k3": ((1, 1, 96, 4096, 512, 64), torch.bfloat16, None),
+    "gpt2": ((1, 1, 12, 1024, 256, 0), torch.bfloat16, torch.bfloat16),
+    "odd": ((1, 3, 5, 333, 96, 24), torch.float32, None),
+}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    ("name", "capability", "tma"),
+    [("kimi", 90, True), ("drafted", 90, True), ("gpt2", 90, True), ("k3", 90, False), ("odd", 80, False)],
+)
+def test_it_compiles_for_devices_that_are_not_here(name, capability, tma, monkeypatch):
+    shape, dtype, mask = LAUNCHES[name]
+    monkeypatch.setattr(kernels, "shared_memory_of", lambda device: SHARED_MEMORY[capability])
+    monkeypatch.setattr(kernels, "_takes_tma", lambda latent: tma)
+    tensors, launches = inputs(*shape, dtype=dtype), []
+    mask = None if mask is None else torch.ones(shape[0], 1, shape[1], shape[3], dtype=mask)
+    with recorded(kernels, launches):
+        kernels.triton_latent_attention(*tensors, mask, scale=0.1)
+    assert len(launches) == 2
+    for launch in launches:
+        compiled = compile_launch(*launch, capability)
+        # two programs share a multiprocessor where one waits for a copy without a second buffer
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if tma else 1)
+        assert resource_usage(compiled.asm["cubin"])["STACK"] <= 1100
+
+
+def compile_launch(kernel, args, options, capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+    signature, constants, hints = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = given.pop(parameter.name)
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, kernels.TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif torch.is_tensor(value):
+            signature[parameter.name] = "*" + {**TYPES, torch.bool: "i1"}[value.dtype]
+        else:
+            signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+        aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+        if not parameter.is_constexpr and (torch.is_tensor(value) or aligned):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, hints)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=given)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 32, 3000, 512, 64), (1, 4, 32, 700, 512, 64), (2, 1, 96, 500, 512, 64), (2, 3, 12, 333, 256, 0)]
+    + [(1, 2, 5, 77, 96, 24), (3, 1, 4, 77, 16, 8), (1, 1, 1, 1, 1, 1)],
+    ids=str,
+)
+def test_shapes_on_gpu(shape, dtype):
+    check(*shape, dtype=dtype, device="cuda")
+
+
+@on_gpu
+@pytest.mark.parametrize("form", ["bool", "additive"])
+def test_masks_on_gpu(form):
+    mask = torch.ones(2, 1, 2, 500, dtype=torch.bool, device="cuda").tril(498)
+    mask[0, ..., :130] = False
+    if form == "additive":
+        mask = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, torch.finfo(torch.bfloat16).min).bfloat16()
+    check(2, 2, 8, 500, 512, 64, dtype=torch.bfloat16, device="cuda", mask=mask)
+
+
+@on_gpu
+def test_room_for_more_on_gpu():
+    check(2, 3, 32, 4096, 512, 64, dtype=torch.bfloat16, device="cuda", seen=torch.tensor([5, 4000], device="cuda"))
+
+
+@on_gpu
+def test_strides_on_gpu():
+    check_strides("cuda")
+
+
+@on_gpu
+def test_in_a_cuda_graph():
+    tensors = inputs(2, 1, 32, 2000, 512, 64, dtype=torch.bfloat16, device="cuda")
+    kernels.triton_latent_attention(*tensors, scale=0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = kernels.triton_latent_attention(*tensors, scale=0.1)
+    for x in tensors:
+        x.mul_(0.5)
+    graph.replay()
+    assert torch.equal(actual, kernels.triton_latent_attention(*tensors, scale=0.1))
+
+
+@on_gpu
+def test_offsets_beyond_32_bits_on_gpu():
+    """Rows of more than 2^31 numbers: the last keys decide."""
+    S = (1 << 22) + 64
+    latent, shared = (torch.zeros(1, S, size, dtype=torch.bfloat16, device="cuda") for size in (512, 64))
+    latent[0, -1], shared[0, -1] = 1.0, 30.0
+    q_latent, q_shared = (torch.ones(1, 1, 4, size, dtype=torch.bfloat16, device="cuda") for size in (512, 64))
+    o = kernels.triton_latent_attention(q_latent, q_shared, latent, shared, scale=1.0)
+    assert torch.equal(o, torch.ones_like(o))
+
+
+@on_gpu
+def test_the_mixer_decodes_with_it(monkeypatch):
+    """In bf16 on the device: the kernel is called for single tokens and drafts, and gives what a whole pass gives."""
+    mixer = make_mixer(torch.bfloat16).cuda()
+    calls, kernel = [], latent_mixer.triton_latent_attention
+    monkeypatch.setattr(latent_mixer, "triton_latent_attention", lambda *a, **k: calls.append(a) or kernel(*a, **k))
+    x, cache = torch.randn(2, 40, 24, dtype=torch.bfloat16, device="cuda"), make_cache()
+    with torch.no_grad():
+        actual = decode(mixer, x, [30, 1, 1, 8], cache)
+        expected = mixer.float()(x.float())[0]
+    assert len(calls) == 3
+    assert_close(actual, expected, 2e-2)
