@@ -101,63 +101,6 @@ def scale_head_outputs(layer: dict, factors: torch.Tensor) -> dict:
     return layer | {"mixer.o_proj.weight": _like(_wide(weight) * columns, weight)}
 
 
-def factorise_keys_and_values(layer: dict, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The shared latent of MLA from a layer without key and value biases (`fold_attention_biases`).
-
-    [W_k; W_v] = [up_k; up_v] down by a singular value decomposition whose square roots are shared between both sides.
-    A rank equal to the width (the default) loses nothing.
-
-    Returns: down [rank, D], up_k [H*K, rank], up_v [H*V, rank].
-    """
-    keys, values = layer["mixer.k_proj.weight"], layer["mixer.v_proj.weight"]
-    u, s, vh = torch.linalg.svd(torch.cat([_wide(keys), _wide(values)]), full_matrices=False)
-    rank = len(s) if rank is None else rank
-    up = _like(u[:, :rank] * s[:rank].sqrt(), keys)
-    down = _like(s[:rank, None].sqrt() * vh[:rank], keys)
-    return down, up[: len(keys)], up[len(keys) :]
-
-
-def partition_mlp(layer: dict, num_experts: int) -> tuple[list[dict], torch.Tensor]:
-    """The MLP cut into experts of `intermediate_size / num_experts` neurons each; all of them together are the MLP.
-
-    Returns: the experts, each with `up_proj.weight`, `up_proj.bias` and `down_proj.weight`, and the bias [D] to add
-        once.
-    """
-    inner = layer["mlp.up_proj.weight"].shape[0]
-    if num_experts < 1 or inner % num_experts:
-        raise ValueError(f"num_experts must divide the {inner} neurons of the MLP, got {num_experts}")
-    parts = zip(
-        layer["mlp.up_proj.weight"].chunk(num_experts, 0),
-        layer["mlp.up_proj.bias"].chunk(num_experts, 0),
-        layer["mlp.down_proj.weight"].chunk(num_experts, 1),
-        strict=True,
-    )
-    names = ("up_proj.weight", "up_proj.bias", "down_proj.weight")
-    return [dict(zip(names, part, strict=True)) for part in parts], layer["mlp.down_proj.bias"]
-
-
-def copy_mlp(layer: dict, num_experts: int) -> list[dict]:
-    """`num_experts` copies of the MLP: whatever a router chooses, weights that sum to one give the MLP back."""
-    mlp = {name.removeprefix("mlp."): tensor for name, tensor in layer.items() if name.startswith("mlp.")}
-    return [{name: tensor.clone() for name, tensor in mlp.items()} for _ in range(num_experts)]
-
-
-def silent_latent(layer: dict, latent_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Projections into and out of a latent in which experts may work beside the whole MLP without being heard yet.
-
-    Returns: down [latent_size, D], random with unit gain, and up [D, latent_size], zero.
-    """
-    weight = layer["mlp.up_proj.weight"]
-    width = weight.shape[1]
-    down = torch.randn(latent_size, width, generator=generator, dtype=torch.float64) * width**-0.5
-    return _like(down, weight), weight.new_zeros(width, latent_size)
-
-
-def plain_residual(num_sources: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """An attention residual that gives the plain sum: its query, zero (a uniform mean), and a factor to put behind."""
-    return torch.zeros(width, dtype=dtype), float(num_sources)
-
-
 def morph(old, new, amount: float):
     """(1 - amount) * old + amount * new, exactly old at 0 and exactly new at 1."""
     if amount in (0, 1):

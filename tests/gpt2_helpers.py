@@ -12,8 +12,6 @@ from modeling_kda.conversion.gpt2_weights import config_fields, to_softmax_stage
 SMALL = {"vocab_size": 97, "n_positions": 48, "n_embd": 64, "n_layer": 4, "n_head": 4}
 # largest difference of logits of order one that an exact rewrite may cause, by rounding alone
 IDENTITY = {torch.float64: 1e-12, torch.float32: 2e-4}
-# the same after a singular value decomposition
-FACTORISED = {torch.float64: 1e-11, torch.float32: 1e-3}
 # two forms of one recurrence
 RECURRENCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 # a norm's epsilon seen through a factor on its input
@@ -91,3 +89,14 @@ def softmax_model(gpt2, state_dict=None):
 
 def largest_difference(a, b):
     return (a.double() - b.double()).abs().max().item()
+
+
+def logits_and_gradient(model, ids):
+    """Logits, and the gradient of a fixed sum of them with respect to the input embeddings."""
+    table = model.get_input_embeddings().weight
+    embeds = table[ids].detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.randn(logits.shape, generator=generator).to(logits.dtype)
+    (gradient,) = torch.autograd.grad((logits * direction).mean(), embeds)
+    return logits.detach(), gradient

@@ -1,17 +1,18 @@
 """Exact rewrites of a whole model: each gives GPT-2's own logits in fp64 and fp32, and its gradients where it says so.
 
-The numbers E1 to E25 are those of the list of identities; what is about the recurrence alone is tested there. Mixers
-that are not part of the model yet are short definitions in this file.
+The numbers E1 to E25 are those of the list of identities; what is about the recurrence alone is tested with it, and
+the parts of Kimi (E5 to E11) in `test_upcycle_kimi.py`. Mixers that are no part of the model are short definitions in
+this file.
 """
 
 import pytest
 import torch
 from gpt2_helpers import (
-    FACTORISED,
     IDENTITY,
     NORM_EPSILON,
     RECURRENCE,
     largest_difference,
+    logits_and_gradient,
     random_gpt2,
     random_ids,
     softmax_model,
@@ -22,18 +23,12 @@ from modeling_kda import KDAConfig, KDAForCausalLM
 from modeling_kda.conversion.exact_steps import steps_between
 from modeling_kda.conversion.initialisation import HeadSettings, fit_queries_and_keys, new_parameters
 from modeling_kda.conversion.rewrites import (
-    copy_mlp,
-    factorise_keys_and_values,
     fold_attention_biases,
     fold_norms,
     layernorm_to_rmsnorm,
     morph,
-    partition_mlp,
-    plain_residual,
     rescale_queries_and_keys,
-    scale_head_outputs,
     scale_values,
-    silent_latent,
 )
 from modeling_kda.layers import ShortConvolution
 
@@ -64,55 +59,12 @@ def rewritten(model, rewrite):
     return model
 
 
-def logits_and_gradient(model, ids):
-    """Logits, and the gradient of a fixed sum of them with respect to the input embeddings."""
-    table = model.get_input_embeddings().weight
-    embeds = table[ids].detach().requires_grad_()
-    logits = model(inputs_embeds=embeds).logits
-    generator = torch.Generator().manual_seed(3)
-    direction = torch.randn(logits.shape, generator=generator).to(logits.dtype)
-    (gradient,) = torch.autograd.grad((logits * direction).mean(), embeds)
-    return logits.detach(), gradient
-
-
-def assert_is_gpt2(model, gpt2, tolerances=IDENTITY):
+def assert_is_gpt2(model, gpt2):
     ids = random_ids(gpt2)
     (ours, our_gradient), (theirs, their_gradient) = (logits_and_gradient(m, ids) for m in (model, gpt2))
-    assert largest_difference(ours, theirs) <= tolerances[theirs.dtype]
+    assert largest_difference(ours, theirs) <= IDENTITY[theirs.dtype]
     # gradients of a mean over thousands of numbers are small: compare on the scale of the largest
-    assert largest_difference(our_gradient, their_gradient) <= tolerances[theirs.dtype] * their_gradient.abs().max()
-
-
-class Attention(nn.Module):
-    """GPT-2's attention as plainly as possible, with places to change it."""
-
-    def __init__(self, mixer):
-        super().__init__()
-        self.base = mixer
-        self.num_heads = mixer.q_proj.out_features // mixer.head_dim
-
-    def keys_and_values(self, x):
-        return self.base.k_proj(x), self.base.v_proj(x)
-
-    def weights(self, scores):
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        return scores.masked_fill(~causal, -torch.inf).softmax(-1)
-
-    def gate(self, x, heads):
-        return heads
-
-    def forward(self, x, mask=None, cache=None, **kwargs):
-        q, (k, v) = self.base.q_proj(x), self.keys_and_values(x)
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (q, k, v))
-        weights = self.weights(q @ k.transpose(2, 3) * self.base.head_dim**-0.5)
-        heads = (weights @ v).transpose(1, 2).flatten(2)
-        return self.base.o_proj(self.gate(x, heads)), weights
-
-
-def with_mixers(model, wrap):
-    for i, layer in enumerate(model.model.layers):
-        layer.mixer = wrap(layer.mixer, layer_tensors(model, i))
-    return model
+    assert largest_difference(our_gradient, their_gradient) <= IDENTITY[theirs.dtype] * their_gradient.abs().max()
 
 
 def test_e1_the_softmax_stage_is_gpt2(ours, gpt2):
@@ -163,155 +115,15 @@ def test_queries_and_keys_share_a_scale(ours, gpt2):
     assert_is_gpt2(rewritten(ours, lambda layer: rescale_queries_and_keys(layer, factors)), gpt2)
 
 
-class Latent(Attention):
-    """MLA without positions: keys and values are made of one latent per token. Only the latent would be cached."""
-
-    def __init__(self, mixer, tensors, rank=None, absorbed=False):
-        super().__init__(mixer)
-        self.down, self.up_k, self.up_v = factorise_keys_and_values(tensors, rank)
-        self.absorbed = absorbed
-
-    def keys_and_values(self, x):
-        latent = x @ self.down.T
-        return latent @ self.up_k.T, latent @ self.up_v.T
-
-    def forward(self, x, mask=None, cache=None, **kwargs):
-        if not self.absorbed:
-            return super().forward(x)
-        # queries are taken into the latent, and what is read there is taken to the values: no key is ever made
-        latent = x @ self.down.T
-        up_k, up_v = (up.unflatten(0, (self.num_heads, -1)) for up in (self.up_k, self.up_v))
-        q = self.base.q_proj(x).unflatten(-1, (self.num_heads, -1))
-        scores = torch.einsum("bthk,hkr,bsr->bhts", q, up_k, latent) * self.base.head_dim**-0.5
-        read = torch.einsum("bhts,bsr->bthr", self.weights(scores), latent)
-        return self.base.o_proj(torch.einsum("bthr,hvr->bthv", read, up_v).flatten(2)), None
-
-
-@pytest.mark.parametrize("absorbed", [False, True], ids=["e5_expanded", "e6_absorbed"])
-def test_keys_and_values_share_a_latent(ours, gpt2, absorbed):
-    rewritten(ours, fold_attention_biases)
-    assert_is_gpt2(with_mixers(ours, lambda *layer: Latent(*layer, absorbed=absorbed)), gpt2, FACTORISED)
-
-
-def test_a_smaller_latent_loses_something(ours, gpt2):
-    rewritten(ours, fold_attention_biases)
-    with_mixers(ours, lambda *layer: Latent(*layer, rank=48))
-    ids = random_ids(gpt2)
-    assert largest_difference(ours(ids).logits, gpt2(ids).logits) > 1e-2
-
-
-class Gated(Attention):
-    """Attention with a sigmoid output gate whose logits are zero."""
-
-    def gate(self, x, heads):
-        return heads * torch.zeros_like(heads).sigmoid()
-
-
-def test_e7_a_gate_of_one_half_and_a_doubled_projection(gpt2, dtype):
-    plain = with_mixers(softmax_model(gpt2), lambda mixer, _: Attention(mixer))
-    doubled = rewritten(softmax_model(gpt2), lambda layer: scale_head_outputs(layer, torch.full((4,), 2.0)))
-    gated = with_mixers(doubled, lambda mixer, _: Gated(mixer))
-    ids = random_ids(gpt2)
-    assert torch.equal(gated(ids).logits, plain(ids).logits)
-    assert_is_gpt2(gated, gpt2)
-
-
-class Experts(nn.Module):
-    """Experts of an MLP, weighted by a router: a function of the input that returns weights [..., E]."""
-
-    def __init__(self, experts, act, router, bias=0.0):
-        super().__init__()
-        self.experts, self.act, self.router, self.bias = experts, act, router, bias
-
-    def forward(self, x):
-        weights = self.router(x)
-        y = torch.as_tensor(self.bias, dtype=x.dtype)
-        for i, expert in enumerate(self.experts):
-            hidden = self.act(nn.functional.linear(x, expert["up_proj.weight"], expert["up_proj.bias"]))
-            out = nn.functional.linear(hidden, expert["down_proj.weight"], expert.get("down_proj.bias"))
-            y = y + weights[..., i, None] * out
-        return y
-
-
-def with_mlps(model, build):
-    for i, layer in enumerate(model.model.layers):
-        layer.mlp = build(layer.mlp, layer_tensors(model, i))
-    return model
-
-
-def test_e8_all_parts_of_an_mlp_are_the_mlp(ours, gpt2):
-    def build(mlp, tensors):
-        experts, bias = partition_mlp(tensors, 8)
-        return Experts(experts, mlp.act, lambda x: x.new_ones(*x.shape[:-1], 8), bias)
-
-    assert_is_gpt2(with_mlps(ours, build), gpt2)
-    with pytest.raises(ValueError, match="num_experts must divide"):
-        partition_mlp(layer_tensors(softmax_model(gpt2), 0), 7)
-
-
-def test_e9_any_router_over_copies_is_the_mlp(ours, gpt2, dtype):
-    projection = torch.randn(64, 4, generator=torch.Generator().manual_seed(5)).to(dtype)
-
-    def top_two(x):
-        chosen = (x @ projection).topk(2)
-        weights = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype)
-        return weights.scatter(-1, chosen.indices, chosen.values.softmax(-1))
-
-    with_mlps(ours, lambda mlp, tensors: Experts(copy_mlp(tensors, 4), mlp.act, top_two))
-    assert_is_gpt2(ours, gpt2)
-
-
-class WithLatent(nn.Module):
-    """A dense MLP, and beside it whatever works in a latent."""
-
-    def __init__(self, mlp, down, up):
-        super().__init__()
-        self.mlp, self.down, self.up = mlp, down, up
-
-    def forward(self, x):
-        return self.mlp(x) + torch.tanh(x @ self.down.T) @ self.up.T
-
-
-def test_e10_a_latent_that_is_not_read_changes_nothing(ours, gpt2):
-    ids = random_ids(gpt2)
-    before = ours(ids).logits
-    generator = torch.Generator().manual_seed(0)
-    with_mlps(ours, lambda mlp, tensors: WithLatent(mlp, *silent_latent(tensors, 16, generator)))
-    assert torch.equal(ours(ids).logits, before)
-    assert all(layer.mlp.down.abs().min() > 0 for layer in ours.model.layers)
-
-
-def attention_residual_logits(model, ids, scaled=True):
-    """Every sublayer reads a softmax-weighted mean of all earlier outputs instead of their sum."""
-    base = model.model
-    sources = [base.embed_tokens(ids) + base.embed_positions.weight[: ids.shape[1]]]
-
-    def read():
-        query, factor = plain_residual(len(sources), sources[0].shape[-1], sources[0].dtype)
-        stack = torch.stack(sources)
-        weights = (torch.nn.functional.rms_norm(stack, stack.shape[-1:]) @ query).softmax(0)
-        return (weights[..., None] * stack).sum(0) * (factor if scaled else 1.0)
-
-    for layer in base.layers:
-        sources.append(layer.mixer(layer.mixer_norm(read()))[0])
-        sources.append(layer.mlp(layer.mlp_norm(read())))
-    return model.lm_head(base.norm(read()))
-
-
-def test_e11_attention_residuals_start_as_the_sum(ours, gpt2, dtype):
-    with_mixers(ours, lambda mixer, _: Attention(mixer))
-    ids = random_ids(gpt2)
-    with torch.no_grad():
-        expected = gpt2(ids).logits
-        assert largest_difference(attention_residual_logits(ours, ids), expected) <= IDENTITY[dtype]
-        # without the factor the norms' epsilon sees a smaller residual
-        assert largest_difference(attention_residual_logits(ours, ids, scaled=False), expected) > 1e-6
-
-
-class WindowAndLinear(Attention):
+class WindowAndLinear(nn.Module):
     """Softmax weights inside a window, those of positive features before it, one common denominator."""
 
     window = 24
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.base = mixer
+        self.num_heads = mixer.q_proj.out_features // mixer.head_dim
 
     def forward(self, x, mask=None, cache=None, **kwargs):
         q, k, v = (p(x) for p in (self.base.q_proj, self.base.k_proj, self.base.v_proj))
@@ -326,7 +138,9 @@ class WindowAndLinear(Attention):
 
 
 def test_e19_a_window_over_everything_is_softmax(ours, gpt2):
-    assert_is_gpt2(with_mixers(ours, lambda mixer, _: WindowAndLinear(mixer)), gpt2)
+    for layer in ours.model.layers:
+        layer.mixer = WindowAndLinear(layer.mixer)
+    assert_is_gpt2(ours, gpt2)
 
 
 def test_e20_a_morph_starts_as_the_old_and_ends_as_the_new():
