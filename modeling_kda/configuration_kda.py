@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .config_checks import ConfigChecks
+from .presets import KIMI_K3, KIMI_LINEAR_48B, with_stages
 from .stages import STAGES
 
 logger = logging.get_logger(__name__)
@@ -170,6 +171,22 @@ class KDAConfig(ConfigChecks, PreTrainedConfig):
     eos_token_id: int | list[int] | None = 50256
     pad_token_id: int | None = None
     auto_map: dict | None = None
+
+    @classmethod
+    def kimi_linear_48b(cls, **overrides):
+        """Kimi-Linear-48B-A3B: 27 layers, 49.1 billion parameters, 3.1 billion per token.
+
+        Args: overrides: fields with other values, such as smaller sizes; the stages follow `num_hidden_layers`.
+        """
+        return cls(**with_stages(KIMI_LINEAR_48B, overrides))
+
+    @classmethod
+    def kimi_k3(cls, **overrides):
+        """The text model of Kimi K3: 93 layers, 2.78 trillion parameters, 104 billion per token.
+
+        Args: overrides: as in `kimi_linear_48b`.
+        """
+        return cls(**with_stages(KIMI_K3, overrides))
 
     def __post_init__(self, **kwargs):
         # derived from `stages`: a stored copy could disagree
