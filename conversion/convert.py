@@ -32,6 +32,8 @@ from .mxfp4 import GROUP, quantise
 from .stored_tensors import PACKED, SCALE, StoredTensors
 from .tensor_files import Planned, write_tensors
 
+# parts whose dtype the models do not fix by themselves
+WIDE_PARTS = ("conv1d", "o_norm")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -102,6 +104,8 @@ class SourceModel:
         self.dtypes = self._read_dtypes()
         if self.config.dtype is None:
             self.config.dtype = self.dtypes[EMBEDDING]
+        if self.format != "ours":
+            self.config.keep_in_fp32 = self._kept_in_fp32() or None
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         """[count] numbers of a tensor of ours in memory order; zeros where the source has no tensor for it."""
@@ -166,6 +170,13 @@ class SourceModel:
             dtypes = {self.stored.dtypes[span.stored] for span in self._stretches.of(self._alias(name))}
             found[name] = reduce(torch.promote_types, dtypes) if dtypes else None
         return {name: dtype or found[EMBEDDING] for name, dtype in found.items()}
+
+    def _kept_in_fp32(self):
+        """Parts that the source stores in fp32 although its model is of fewer bits, as K3 does: they stay so."""
+        if self.config.dtype.itemsize >= 4:
+            return []
+        found = {part: {t for name, t in self.dtypes.items() if f"{part}." in name} for part in WIDE_PARTS}
+        return [part for part, dtypes in found.items() if dtypes == {torch.float32}]
 
     def _check_tails(self):
         """What no stretch reaches must be zero: padding, and biases that our model has not."""

@@ -226,9 +226,15 @@ def _expert_fields(text):
         "first_k_dense_replace": dense,
         "num_shared_experts": read_field(text, "num_shared_experts", None) or 0,
         **{name: read_field(text, name) for name in EXPERTS},
-        "routed_expert_hidden_size": text.get("routed_expert_hidden_size"),
-        "latent_moe_use_norm": bool(text.get("latent_moe_use_norm", False)),
+        **_latent_expert_fields(text),
     }
+
+
+def _latent_expert_fields(text):
+    size = text.get("routed_expert_hidden_size")
+    if size is None:
+        return {}
+    return {"routed_expert_hidden_size": size, "latent_moe_use_norm": bool(text.get("latent_moe_use_norm", False))}
 
 
 def _refuse_others(text):

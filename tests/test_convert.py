@@ -332,6 +332,17 @@ def test_dtypes_are_kept(tmp_path):
     assert ours.model.layers[0].mixer.q_proj.weight.dtype == torch.bfloat16
 
 
+def test_what_k3_stores_in_fp32_stays_so_in_memory(k3, tmp_path):
+    folder, *_ = k3
+    convert(folder / "plain", tmp_path / "ours", "ours")
+    model = ours_from(tmp_path / "ours", dtype="auto")
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    wide = {name.removeprefix("model.layers.") for name, dtype in dtypes.items() if dtype == torch.float32}
+    mixer = {"q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight", "decay.A_log", "decay.dt_bias"}
+    assert wide == {f"0.mixer.{name}" for name in mixer} | {"1.mlp.router.weight"}
+    assert model.dtype == torch.bfloat16 and torch.isfinite(model(IDS).logits).all()
+
+
 def test_tensors_of_several_dtypes_meet_in_the_wider_one(tmp_path):
     config = tiny_kimi_linear("k")
     weights = released_weights(config)

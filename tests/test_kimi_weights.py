@@ -162,6 +162,13 @@ def test_configurations_come_back(released):
     assert {name: back[name] for name in given if name not in unused} == without(given, *unused)
 
 
+def test_the_presets_are_the_released_models():
+    # the dtype is that of a checkpoint, and so is what it keeps in fp32
+    of_files = ("dtype", "keep_in_fp32")
+    for preset, released in ((KDAConfig.kimi_linear_48b(), KIMI_LINEAR_48B), (KDAConfig.kimi_k3(), K3)):
+        assert without(preset.to_dict(), *of_files) == without(from_kimi_config(released).to_dict(), *of_files)
+
+
 def test_configurations_of_transformers_are_read():
     native = KimiLinearConfig(**tiny_kimi_linear("kmkk", first_k_dense_replace=2))
     saved = native.to_dict()
