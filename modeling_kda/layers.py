@@ -165,16 +165,14 @@ class Decay(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Softplus form: rates from 1 to 16 and steps from 0.001 to 0.1, as Mamba-2 and Kimi Linear start.
-        Bounded form: rate 1 and log-decays from -0.001 to -1."""
+        """Steps from 0.001 to 0.1. Softplus form: rates from 1 to 16, as Mamba-2 and Kimi Linear start. Bounded form:
+        slopes of 1, as Kimi K3 starts; slopes like those rates would leave most channels without any decay."""
         if self.lower_bound is None:
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(1.0, 16.0).log())
-            step = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-            init.copy_(self.dt_bias, inverse_softplus(step))
         else:
             init.zeros_(self.A_log)
-            share = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), 0.0).exp() / -self.lower_bound
-            init.copy_(self.dt_bias, share.logit())
+        step = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        init.copy_(self.dt_bias, inverse_softplus(step))
 
     def forward(self, x):
         """x: [B, T, H, 1 or K] -> log_decay <= 0 and the step size softplus(x + dt_bias), which Mamba-2 also writes
