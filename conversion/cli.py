@@ -134,6 +134,7 @@ def _add_distill(commands):
     parser.add_argument("--mixer-rate", help="learning rate of the mixers after that (3e-4)", **number)
     parser.add_argument("--other-rate", help="learning rate of everything else (1e-4)", **number)
     parser.add_argument("--weight-decay", help="of matrices (0)", **number)
+    parser.add_argument("--drop-positions", help="fraction of the KL steps in which positions fade out (0)", **number)
     parser.add_argument("--warmup", help="fraction of a phase with rising rates (0.1)", **number)
     parser.add_argument("--save-every", help="steps between checkpoints (100)", **count)
     parser.add_argument("--seed", help="of the order of the rows (0)", **count)

@@ -21,7 +21,8 @@ from .blocks import PackedBlocks, pad_on_the_right
 from .checkpoint import read_json
 from .cost import describe, environment, last_position
 from .files import best_device, check_vocabulary, digest, tokenize, write_json
-from .trainers import LayerwiseTrainer, LogitTrainer, output_variances, parameter_groups, recurrent_layers
+from .positions import FadingPositions, drop_positions
+from .trainers import LayerwiseTrainer, LogitTrainer, layers_to_match, output_variances, parameter_groups
 
 RECORD = "distillation.json"
 
@@ -31,7 +32,7 @@ class Recipe:
     """How to distil. The rates are for small models; larger ones want smaller rates.
 
     Attributes:
-        layerwise_steps: steps of layer-wise matching, only the recurrent mixers learn; 0 to skip.
+        layerwise_steps: steps of layer-wise matching, only the mixers that are not the teacher's learn; 0 to skip.
         kl_steps: steps of KL(teacher || student) on the logits, everything learns; 0 to skip.
         block_size: tokens per training row; one less than the positions both models know if not given.
         batch_size: rows per device and forward pass.
@@ -40,6 +41,8 @@ class Recipe:
         mixer_rate: peak learning rate of the mixers in the second phase.
         other_rate: peak learning rate of everything else in the second phase.
         weight_decay: of matrices only.
+        drop_positions: fraction of the second phase in which learned positions fade out, to leave a student without
+            them that reads any length; 0 to keep them.
         warmup: fraction of a phase in which rates rise; then they fall along a cosine to a tenth of the peak.
         save_every: steps between checkpoints.
         seed: of the order of the rows.
@@ -56,6 +59,7 @@ class Recipe:
     mixer_rate: float = 3e-4
     other_rate: float = 1e-4
     weight_decay: float = 0.0
+    drop_positions: float = 0.0
     warmup: float = 0.1
     save_every: int = 100
     seed: int = 0
@@ -69,10 +73,13 @@ class Recipe:
         for name in ("batch_size", "accumulate", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup must be a fraction between 0 and 1, got {self.warmup}")
+        for name in ("warmup", "drop_positions"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be a fraction between 0 and 1, got {getattr(self, name)}")
         if self.layerwise_steps + self.kl_steps == 0:
             raise ValueError("layerwise_steps and kl_steps are both 0; ask for steps in at least one phase")
+        if self.drop_positions and not self.kl_steps:
+            raise ValueError("drop_positions needs kl_steps, in which the positions fade out, got kl_steps=0")
 
 
 def distill(student, teacher, text, output, *, tokenizer, progress=True, **recipe):
@@ -123,6 +130,8 @@ def distill(student, teacher, text, output, *, tokenizer, progress=True, **recip
         phases.append(run("layerwise", recipe.layerwise_steps, work))
     if recipe.kl_steps:
         phases.append(run("kl", recipe.kl_steps, work))
+    if recipe.drop_positions:
+        drop_positions(student)
     record = {**arguments, "phases": phases, "environment": environment(student)}
     if PartialState().is_main_process:
         _publish(student, tokenizer, record, work, output)
@@ -145,6 +154,8 @@ def fingerprint(model):
 
 
 def _check_shapes(student, teacher, recipe):
+    if recipe.drop_positions and student.config.position_embedding != "learned":
+        raise ValueError("drop_positions needs a student with learned positions, this one has none; set it to 0")
     if not recipe.layerwise_steps:
         return
     for name in ("num_hidden_layers", "hidden_size"):
@@ -154,8 +165,8 @@ def _check_shapes(student, teacher, recipe):
                 f"layer-wise matching needs the same {name}, but the teacher has {wanted} and the student {got}; "
                 "set layerwise_steps to 0 to train on the logits alone"
             )
-    if not recurrent_layers(student):
-        raise ValueError("the student has no recurrent layer to match; set layerwise_steps to 0")
+    if not layers_to_match(student):
+        raise ValueError("the student has no recurrent layer and no small latent to match; set layerwise_steps to 0")
 
 
 def _finished_record(output, arguments):
@@ -242,7 +253,7 @@ def _build_trainer(name, steps, folder, student, teacher, blocks, collate, recip
     common = {"args": arguments, "train_dataset": blocks, "data_collator": collate, "teacher": teacher}
     if name == "layerwise":
         student.requires_grad_(False)
-        for i in recurrent_layers(student):
+        for i in layers_to_match(student):
             student.base_model.layers[i].mixer.requires_grad_(True)
         rates = {"mixer_rate": recipe.layerwise_rate, "other_rate": 0.0}
         variances = output_variances(teacher.to(arguments.device).eval(), blocks.blocks[:16])
@@ -255,6 +266,8 @@ def _build_trainer(name, steps, folder, student, teacher, blocks, collate, recip
     trainer = kind(student, optimizers=(optimizer, None), **common)
     if name == "kl" and any(student.config.uses_experts(i) for i in range(student.config.num_hidden_layers)):
         trainer.add_callback(QuantileBalancing())
+    if name == "kl" and recipe.drop_positions:
+        trainer.add_callback(FadingPositions(recipe.drop_positions))
     return trainer
 
 

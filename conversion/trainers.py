@@ -59,7 +59,7 @@ class LogitTrainer(DistillationTrainer):
 
 
 class LayerwiseTrainer(DistillationTrainer):
-    """Each recurrent mixer gets the hidden state that enters the teacher's layer and learns its attention's output.
+    """Each new mixer gets the hidden state that enters the teacher's layer and learns its attention's output.
 
     The loss of a layer is the squared error divided by the variance of the teacher's output, so that 1 means "no
     better than a constant" in every layer; what is minimised is the mean over layers. A layer only sees the teacher,
@@ -92,17 +92,17 @@ class LayerwiseTrainer(DistillationTrainer):
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def layer_losses(self, model, inputs, num_items_in_batch=None):
-        """Yields the loss of one recurrent layer after the other, already divided by the number of such layers."""
+        """Yields the loss of one layer to match after the other, already divided by the number of such layers."""
         student = self.accelerator.unwrap_model(model)
         weights = self.weights(inputs["labels"], num_items_in_batch)
         with torch.no_grad(), self.accelerator.autocast():
             trace = mixer_trace(self.teacher, inputs["input_ids"])
-        layers = recurrent_layers(student)
+        layers = layers_to_match(student)
         for i in layers:
             hidden, target = trace[i]
             layer = student.base_model.layers[i]
             with self.accelerator.autocast():
-                output = layer.mixer(layer.mixer_norm(hidden))[0]
+                output = layer.mixer(layer.mixer_norm(hidden), causal_mask(student.config, i, hidden))[0]
             error = (output - target).float().square().mean(-1) / self.variances[i]  # [B, T]
             yield (error[:, :-1] * weights).sum() / len(layers)
 
@@ -165,9 +165,26 @@ def output_variances(teacher, blocks):
     return variances.clamp_min(1e-12).tolist()
 
 
-def recurrent_layers(model):
-    """The layers with something to learn from attention; kept softmax layers are the teacher's own."""
-    return [i for i, stage in enumerate(model.config.stages) if STAGES[stage].mixer == "recurrent"]
+def layers_to_match(model):
+    """The layers with something to learn from attention: recurrent ones, and those with a latent that is not exact.
+
+    Kept softmax layers are the teacher's own, and so are latents of full size: an optimiser would only add noise.
+    """
+    config = model.config
+    lossy = config.kv_lora_rank < config.hidden_size or config.latent_norm
+    return [
+        i
+        for i, stage in enumerate(config.stages)
+        if STAGES[stage].mixer == "recurrent" or (STAGES[stage].mixer == "latent" and lossy)
+    ]
+
+
+def causal_mask(config, layer_idx, hidden_states):
+    """The mask of a mixer outside its model: only eager attention is not causal without one."""
+    if STAGES[config.stages[layer_idx]].mixer == "recurrent" or config._attn_implementation != "eager":
+        return None
+    length = hidden_states.shape[1]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden_states.device).tril()
 
 
 def parameter_groups(model, *, mixer_rate, other_rate, weight_decay=0.0):

@@ -21,10 +21,10 @@ from modeling_kda.conversion.trainers import (
     LayerwiseTrainer,
     LogitTrainer,
     kl_divergence,
+    layers_to_match,
     mixer_trace,
     output_variances,
     parameter_groups,
-    recurrent_layers,
 )
 
 QUICK = {"layerwise_steps": 4, "kl_steps": 4, "block_size": 24, "batch_size": 2, "save_every": 2, "progress": False}
@@ -290,6 +290,19 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(kind, step, finished, tmp_
         assert torch.equal(value, student.state_dict()[name]), name
 
 
+def test_positions_fade_on_after_an_interruption(tmp_path, monkeypatch):
+    unbroken, record = run(tmp_path / "unbroken", drop_positions=0.9, layerwise_steps=0)
+    with monkeypatch.context() as patch:
+        kill_at(patch, LogitTrainer, 4)
+        with pytest.raises(Killed):
+            run(tmp_path / "student", drop_positions=0.9, layerwise_steps=0)
+    student, again = run(tmp_path / "student", drop_positions=0.9, layerwise_steps=0)
+    assert again["phases"] == record["phases"]
+    assert unbroken.config.position_embedding == "none"
+    for name, value in unbroken.state_dict().items():
+        assert torch.equal(value, student.state_dict()[name]), name
+
+
 def test_a_half_written_checkpoint_is_not_used(finished, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, LogitTrainer, 4)
@@ -354,6 +367,8 @@ def test_an_unfinished_run_wants_the_same_arguments(tmp_path, monkeypatch):
         ({"teacher": tiny_teacher(n_layer=3)}, "same num_hidden_layers, but the teacher has 3 and the student 2"),
         ({"teacher": tiny_teacher(n_embd=64)}, "same hidden_size, but the teacher has 64"),
         ({"stages": ["softmax", "softmax"]}, "no recurrent layer"),
+        ({"drop_positions": 1.5}, "drop_positions must be a fraction between 0 and 1, got 1.5"),
+        ({"drop_positions": 0.5, "kl_steps": 0}, "drop_positions needs kl_steps"),
         ({"text": " "}, "the text is empty"),
         ({"layerwise_steps": 0, "kl_steps": 0}, "both 0"),
         ({"layerwise_steps": -1}, "must not be negative, got -1"),
@@ -369,6 +384,27 @@ def test_what_cannot_be_distilled_is_refused_before_anything_is_written(options,
     assert os.listdir(tmp_path) == []
 
 
-def test_recurrent_layers_are_those_that_are_not_softmax():
-    assert recurrent_layers(tiny_student(["softmax", "linear"])) == [1]
+def test_layers_to_match_are_those_that_are_not_exact():
+    assert layers_to_match(tiny_student(["softmax", "linear"])) == [1]
+    for fields, expected in (({"latent_norm": False}, [1]), ({}, [0, 1]), ({"kv_lora_rank": 16}, [0, 1])):
+        assert layers_to_match(tiny_student(["mla", "kda"], **fields)) == expected
     assert tiny_student().config.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_small_latent_is_matched_with_what_it_may_see(implementation, tmp_path):
+    torch.manual_seed(1)
+    student, teacher = tiny_student(["mla", "softmax"], latent_norm=False, kv_lora_rank=16), tiny_teacher()
+    student.set_attn_implementation(implementation)
+    with torch.no_grad():
+        trace = mixer_trace(teacher, UNEVEN[0][None])
+        hidden, target = trace[0]
+        layer = student.model.layers[0]
+        # one token at a time sees nothing of the future
+        outputs = [layer.mixer(layer.mixer_norm(hidden[:, : t + 1]))[0][:, -1] for t in range(19)]
+    error = (torch.stack(outputs, 1) - target[:, :-1]).square().mean(-1) / output_variances(teacher, UNEVEN)[0]
+    data, more = [{"input_ids": UNEVEN[0]}], {"variances": output_variances(teacher, UNEVEN)}
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = LayerwiseTrainer(student, arguments, train_dataset=data, teacher=teacher, **more)
+    loss = trainer.compute_loss(student, pad_on_the_right(data))
+    assert loss.item() == pytest.approx(error.mean().item(), rel=1e-4)

@@ -3,20 +3,24 @@ least, and every new part can learn.
 """
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conversion_helpers import TEACHER, sample_text, tokenizer
+from conversion_helpers import TEACHER, sample_text, tiny_student, tiny_teacher, tokenizer
 from gpt2_helpers import IDENTITY, largest_difference, logits_and_gradient, random_gpt2, random_ids, save_gpt2
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from modeling_kda import KDAConfig, KDAForCausalLM
 from modeling_kda.conversion import layer_conversion
 from modeling_kda.conversion.cli import main
 from modeling_kda.conversion.commands import kimi_stages, parse_stages
+from modeling_kda.conversion.distillation import distill
 from modeling_kda.conversion.evaluate import compare, cut_windows
 from modeling_kda.conversion.files import tokenize
 from modeling_kda.conversion.latent_conversion import measure_inputs, nearest_latent, softmax_to_latent
+from modeling_kda.conversion.positions import FadingPositions
 from modeling_kda.conversion.upcycle import upcycle
 
 # what a softmax model becomes without any change of what it computes: fields, and how MLPs become experts. These are
@@ -346,3 +350,66 @@ def test_the_command_line_makes_a_small_kimi(tmp_path, capsys):
     assert (config.num_experts, config.num_experts_per_token, config.routed_expert_hidden_size) == (4, 2, 64)
     report = json.loads((tmp_path / "k3" / "upcycle.json").read_text())
     assert report["layers"][3]["energy"] == 1.0 and "model.output_residual.query" in report["new"]
+
+
+def test_positions_fade_step_by_step_and_stay_away():
+    model, fading = tiny_student(["kda", "mla"]), FadingPositions(0.5)
+    ids, seen = torch.arange(5)[None], []
+    table = model.model.embed_positions
+    fading.on_train_begin(None, None, None, model=model)
+    for step in range(8):
+        fading.on_step_begin(None, SimpleNamespace(global_step=step, max_steps=8), None)
+        seen.append(table(ids) / table.weight[:5])
+    fading.on_train_end(None, None, None)
+    for factor, ratio in zip([1, 0.75, 0.5, 0.25, 0, 0, 0, 0], seen, strict=True):
+        torch.testing.assert_close(ratio, torch.full_like(ratio, factor))
+    assert torch.equal(table(ids)[0], table.weight[:5])
+
+
+def test_a_student_without_positions_reads_on(tmp_path):
+    student, teacher = tiny_student(["kda", "mla"], latent_norm=False), tiny_teacher()
+    options = {"layerwise_steps": 2, "kl_steps": 6, "block_size": 24, "batch_size": 2, "progress": False}
+    text = sample_text(900)
+    distill(student, teacher, text, tmp_path / "out", tokenizer=tokenizer(), drop_positions=0.5, **options)
+    loaded = load(tmp_path / "out")
+    assert loaded.config.position_embedding == "none"
+    assert not any("embed_positions" in name for name in loaded.state_dict())
+    # with a table of zeros instead
+    config = KDAConfig.from_dict(loaded.config.to_dict() | {"position_embedding": "learned"})
+    zeroed = KDAForCausalLM(config).eval()
+    table = {"model.embed_positions.weight": torch.zeros_like(zeroed.model.embed_positions.weight)}
+    zeroed.load_state_dict(loaded.state_dict() | table)
+    ids = torch.randint(2048, (2, 60), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(logits(loaded, ids), logits(zeroed, ids))
+    # more than the 64 positions that student and teacher had
+    longer = torch.cat([ids, ids, ids], 1)
+    assert largest_difference(logits(loaded, longer)[:, :60], logits(loaded, ids)) < 1e-4
+    with pytest.raises(ValueError, match="this one has none"):
+        distill(loaded, teacher, text, tmp_path / "again", tokenizer=tokenizer(), drop_positions=0.5, **options)
+
+
+def test_from_a_gpt2_to_a_kimi_that_writes(tmp_path, capsys):
+    """The whole way on the command line: upcycle, distil without positions, evaluate, continue a text, load."""
+    (tmp_path / "text.txt").write_text(sample_text(9000), encoding="utf-8")
+    text = f"--text {tmp_path}/text.txt"
+    commands = [
+        f"upcycle {TEACHER} --stages kimi --output {tmp_path}/new --set kv_lora_rank=96 --set mla_output_gate=true",
+        f"distill {tmp_path}/new --teacher {TEACHER} {text} --output {tmp_path}/healed --drop-positions 0.5 "
+        "--layerwise-steps 2 --kl-steps 4 --block-size 128 --batch-size 2",
+        f"evaluate {tmp_path}/healed --teacher {TEACHER} {text} --window 128 --max-windows 2 --json {tmp_path}/e.json",
+        f"info {tmp_path}/healed",
+    ]
+    for command in commands:
+        assert main(command.split()) == 0, capsys.readouterr().err
+    evaluation = json.loads((tmp_path / "e.json").read_text())
+    assert evaluation["model"]["stages"] == HYBRID
+    assert math.isfinite(evaluation["perplexity"]["perplexity"])
+    # one latent of 96 channels a token, and states of a fixed size
+    short, long = (row["bytes"] for row in evaluation["cache"]["by_formula"][:2])
+    assert long - short == (32 - 1) * 1024 * 96 * 4
+    capsys.readouterr()
+    # 512 positions are all that the teacher has
+    assert main(["generate", f"{tmp_path}/healed", "Alice was " * 200, "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("Alice was Alice was")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
+    assert model.config.position_embedding == "none" and model.config.kv_lora_rank == 96
