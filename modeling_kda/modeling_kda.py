@@ -7,12 +7,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, is_torchdynamo_compiling
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_residual import AttentionResidual, build_residual, opens_block
 from .cache_kda import KDACache, adopt_cache, raise_rollback
@@ -94,7 +94,11 @@ class KDAPreTrainedModel(PreTrainedModel):
     _is_stateful = False
     # searched for anywhere in a name: "decay" would also catch the projections
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "router"]
-    _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": [SoftmaxMixer, LatentMixer]}
+    _can_record_outputs = {
+        "hidden_states": KDADecoderLayer,
+        "attentions": [SoftmaxMixer, LatentMixer],
+        "router_logits": OutputRecorder(Router, index=0),
+    }
 
     def __init__(self, config: KDAConfig):
         super().__init__(config)
@@ -153,7 +157,7 @@ class KDAModel(KDAPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         r"""
         Args:
             input_ids: [B, T] token ids; or give `inputs_embeds`, [B, T, D].
@@ -191,7 +195,7 @@ class KDAModel(KDAPreTrainedModel):
                 bank += finished
         if self.output_residual is not None:
             hidden_states = self.output_residual([*bank, hidden_states])
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _embed(self, input_ids, inputs_embeds):
         if (input_ids is None) == (inputs_embeds is None):
@@ -259,14 +263,14 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         r"""
         Args (the others as in [`KDAModel`]):
             labels: [B, T] token ids, shifted inside; -100 is ignored.
             logits_to_keep: only the last n positions, or the positions in a tensor.
 
-        Returns: loss (if labels were given), logits [B, T', V], cache, and what `output_hidden_states` and
-            `output_attentions` asked for.
+        Returns: loss (if labels were given), logits [B, T', V], cache, and what `output_hidden_states`,
+            `output_attentions` and `output_router_logits` ([B * T, E] per layer with experts) asked for.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -281,12 +285,13 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        return MoeCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

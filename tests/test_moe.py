@@ -342,6 +342,17 @@ def test_decoding_equals_one_pass(implementation):
     assert_same(torch.cat(logits, dim=1), expected)
 
 
+def test_router_logits_are_given_when_asked_for():
+    model, ids = model_with_experts(), tokens(2, 9)
+    seen = []
+    model.model.layers[1].mlp.router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    output = model(ids, output_router_logits=True)
+    assert len(output.router_logits) == 1 and output.router_logits[0].shape == (18, 8)
+    assert torch.equal(output.router_logits[0], seen[0])
+    assert torch.equal(model.model(ids, output_router_logits=True).router_logits[0], seen[0])
+    assert model(ids).router_logits is None
+
+
 def test_a_model_in_bf16_keeps_its_routers_in_fp32(tmp_path):
     model = model_with_experts()
     model.save_pretrained(tmp_path)
