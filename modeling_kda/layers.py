@@ -15,7 +15,7 @@ def build_norm(config):
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 at least."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 at least; see `gated_norm`."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -26,10 +26,28 @@ class RMSNorm(nn.Module):
     def reset_parameters(self):
         init.ones_(self.weight)
 
-    def forward(self, x):
-        y = at_least_fp32(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight).to(x.dtype)
+    def forward(self, x, gate=None, *, run=None):
+        """x: [..., V]; gate: logits, as many as x has elements, or None; run: a faster `gated_norm`.
+
+        The function comes to the weight because sharding and offloading bring weights in for `forward` only.
+        """
+        return (run or gated_norm)(x, self.weight, gate, eps=self.eps)
+
+
+def gated_norm(o, weight=None, gate=None, *, eps=0.0):
+    """RMSNorm(o) * weight * sigmoid(gate) over the last dimension, computed in fp32 at least.
+
+    Args: o: [..., V]. weight: [V], or None for no norm. gate: logits, as many as o has elements and in the same order
+        (for example [B, T, HV V]), or None for no gate.
+
+    Returns: shaped as o, in o's dtype.
+    """
+    y = at_least_fp32(o)
+    if weight is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
+    if gate is not None:
+        y = y * at_least_fp32(gate).sigmoid().view(y.shape)
+    return y.to(o.dtype)
 
 
 class MLP(nn.Module):
@@ -100,30 +118,39 @@ class ShortConvolution(nn.Module):
     def __init__(self, channels: int, kernel_size: int, activation: str | None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
-        self.act = ACT2FN[activation] if activation else nn.Identity()
+        self.activation = activation
         self.reset_parameters()
 
     def reset_parameters(self):
         bound = self.weight.shape[-1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x, age):
-        """Args:
-            x: [B, W-1 + T, C], the last W-1 inputs before this call followed by this call's T inputs.
-            age: [B, T] index of each token in its own sequence, or None when every tap is allowed.
+    def forward(self, x, window=None, age=None, *, run=None):
+        """Arguments and result of `short_convolution`; run: a faster one (why it comes here: see `RMSNorm`)."""
+        return (run or short_convolution)(x, self.weight, window, age=age, activation=self.activation)
 
-        Returns: [B, T, C].
-        """
-        taps = self.weight.shape[-1]
-        length = x.shape[1] - (taps - 1)
-        weight = at_least_fp32(self.weight[:, 0])
-        y = x[:, taps - 1 :] * weight[:, -1]
-        for back in range(1, taps):
-            past = x[:, taps - 1 - back :][:, :length]
-            if age is not None:
-                past = past.masked_fill((age < back)[..., None], 0.0)
-            y = y + past * weight[:, taps - 1 - back]
-        return self.act(y).to(x.dtype)
+
+def short_convolution(x, weight, window=None, *, age=None, activation=None):
+    """y_t = act(sum_j weight[:, 0, W-1-j] x_{t-j}) over 0 <= j < W, computed in fp32 at least.
+
+    Args:
+        x: [B, T, C]. weight: [C, 1, W], the last tap for the current token.
+        window: [B, W-1, C], the inputs before x, or None for zeros.
+        age: [B, T] index of each token in its own sequence, or None when every tap is allowed.
+        activation: a name transformers knows, or None.
+
+    Returns: [B, T, C] in x's dtype.
+    """
+    (_, T, _), taps, dtype = x.shape, weight.shape[-1], x.dtype
+    weight = at_least_fp32(weight[:, 0])
+    x = F.pad(x, (0, 0, taps - 1, 0)) if window is None else torch.cat([window, x], 1)
+    y = x[:, taps - 1 :] * weight[:, -1]
+    for back in range(1, taps):
+        past = x[:, taps - 1 - back :][:, :T]
+        if age is not None:
+            past = past.masked_fill((age < back)[..., None], 0.0)
+        y = y + past * weight[:, taps - 1 - back]
+    return (ACT2FN[activation](y) if activation else y).to(dtype)
 
 
 class HedgehogFeatureMap(nn.Module):
@@ -174,17 +201,25 @@ class Decay(nn.Module):
         step = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         init.copy_(self.dt_bias, inverse_softplus(step))
 
-    def forward(self, x):
-        """x: [B, T, H, 1 or K] -> log_decay <= 0 and the step size softplus(x + dt_bias), which Mamba-2 also writes
-        with (None in the bounded form). Both have the shape of x and are fp32 at least.
+    def forward(self, x, *, run=None):
+        """x: the logits, [B, T, H, 1 or K] -> what `decay_gate(x, A_log, dt_bias, lower_bound)` returns, or `run` in
+        its place, which may do more with them (why it comes here: see `RMSNorm`)."""
+        return (run or decay_gate)(x, self.A_log, self.dt_bias, self.lower_bound)
 
-        One call gives both: sharding and offloading bring parameters in for `forward` and for nothing else.
-        """
-        rate, x = self.A_log.exp()[:, None], at_least_fp32(x) + self.dt_bias.view(x.shape[-2:])
-        if self.lower_bound is not None:
-            return self.lower_bound * torch.sigmoid(rate * x), None
-        step = F.softplus(x)
-        return -rate * step, step
+
+def decay_gate(x, A_log, dt_bias, lower_bound=None):
+    """The log-decays of logits, -exp(A_log) softplus(x + dt_bias) or lower_bound * sigmoid(exp(A_log) (x + dt_bias)).
+
+    Args: x: [B, T, H, 1 or K]. A_log: [H]. dt_bias: [H] or [H K]. lower_bound: None for the softplus form.
+
+    Returns: log_decay <= 0, and the step size softplus(x + dt_bias), which Mamba-2 also writes with (None in the
+        bounded form). Both have the shape of x and are fp32 at least.
+    """
+    rate, x = A_log.exp()[:, None], at_least_fp32(x) + dt_bias.view(x.shape[-2:])
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * x), None
+    step = F.softplus(x)
+    return -rate * step, step
 
 
 def inverse_softplus(y):

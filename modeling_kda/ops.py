@@ -2,6 +2,10 @@
 
 A call on a GPU goes to the Triton kernels where they can run it, everything else to PyTorch. The environment variable
 KDA_BACKEND, read once, overrides that: `torch` never uses the kernels, `triton` insists on them.
+
+A token of a cached sequence is one launch per layer (`decode_step`). In longer calls the convolutions, the recurrence,
+and the norm with its gate have kernels of their own, and the activations of q, k, beta and the decays are inside those
+of the recurrence where they are known there (`takes_logits`).
 """
 
 import os
@@ -11,12 +15,20 @@ import torch
 from transformers.utils import is_torchdynamo_compiling, logging
 
 from .delta_rule import chunk_delta_rule, recurrent_delta_rule
+from .layers import gated_norm as torch_gated_norm
+from .layers import short_convolution as torch_short_convolution
 
 try:
-    from .triton_decode import MAX_TOKENS, triton_recurrent_delta_rule
+    from .triton_decode import MAX_TOKENS, triton_decode_step, triton_recurrent_delta_rule, unsupported_step
     from .triton_decode import unsupported as unsupported_by_recurrent
-    from .triton_delta_rule import triton_chunk_delta_rule
+    from .triton_delta_rule import triton_chunk_delta_rule, triton_chunk_delta_rule_from_logits
     from .triton_delta_rule import unsupported as unsupported_by_chunk
+    from .triton_layers import (
+        triton_gated_norm,
+        triton_short_convolution,
+        unsupported_convolution,
+        unsupported_norm,
+    )
 except ImportError:
     triton_chunk_delta_rule = triton_recurrent_delta_rule = None
 
@@ -28,6 +40,57 @@ BACKEND = os.environ.get("KDA_BACKEND", "auto")
 # torch knows operators by name. The installed package and code loaded with a checkpoint can be in one process and need
 # not agree, so each copy of this file has names of its own.
 NAMESPACE = re.sub(r"\W", "_", __name__)
+
+
+def short_convolution(x, weight, window=None, *, age=None, activation=None):
+    """Causal depthwise convolution over time; arguments and result as in `layers.short_convolution`."""
+    if asks_for_kernels(x):
+        reason = why_not(lambda: unsupported_convolution(x, weight, window, age=age, activation=activation))
+        if reason is None:
+            return triton_short_convolution(x, weight, window, age=age, activation=activation)[0]
+        fall_back("short convolution", reason)
+    return torch_short_convolution(x, weight, window, age=age, activation=activation)
+
+
+def gated_norm(o, weight=None, gate=None, *, eps=0.0):
+    """RMSNorm(o) * weight * sigmoid(gate); arguments and result as in `layers.gated_norm`."""
+    if asks_for_kernels(o) and weight is not None:
+        reason = why_not(lambda: unsupported_norm(o, weight, gate))
+        if reason is None:
+            return triton_gated_norm(o, weight, gate, eps=eps)
+        fall_back("norm of the outputs", reason)
+    return torch_gated_norm(o, weight, gate, eps=eps)
+
+
+def decode_step(q, k, v, state, window, conv_weights, **arguments):
+    """One token of a layer between its projections, in one launch: arguments and result of `triton_decode_step`; state
+    and window are replaced. None, and nothing is replaced, where the kernel cannot run it: the operations one by one
+    can, each by its own kernel or not.
+    """
+    if q.shape[1] != 1 or not asks_for_kernels(q) or triton_chunk_delta_rule is None:
+        return None
+    given = q, k, v, state, window, conv_weights
+    return None if unsupported_step(*given, **arguments) else triton_decode_step(*given, **arguments)
+
+
+def takes_logits(q, k, v, beta_logits, gate_logits, state):
+    """Whether `delta_rule_from_logits` runs this call."""
+    if triton_chunk_delta_rule is None or not asks_for_kernels(q):
+        return False
+    tensors = q, k, v, beta_logits, gate_logits, state
+    known = gate_logits is None or gate_logits.shape[-1] == q.shape[-1]
+    # a few tokens without gradients are quicker, and their state more exact, in the step form
+    return known and not _is_short(*tensors) and unsupported_by_chunk(*tensors) is None
+
+
+def delta_rule_from_logits(
+    q, k, v, beta_logits, state=None, gate_logits=None, A_log=None, dt_bias=None, lower_bound=None
+):
+    """The recurrence with its activations in the kernels, where `takes_logits`: q and k to unit length, beta and
+    log-decays from their logits, as `triton_chunk_delta_rule_from_logits` says."""
+    return triton_chunk_delta_rule_from_logits(
+        q, k, v, beta_logits, gate_logits, A_log, dt_bias, state, lower_bound=lower_bound
+    )
 
 
 def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=None, overwrite=False):
@@ -61,28 +124,46 @@ def delta_rule(q, k, v, beta=None, log_decay=None, state=None, *, erase, scale=N
     return chunk_delta_rule(*tensors, erase=erase, scale=scale)
 
 
-def find_kernel(q, k, v, beta, log_decay, state):
-    """The Triton function for this call, or None where PyTorch has to do it; why is said once."""
-    if BACKEND not in ("auto", "torch", "triton"):
-        raise ValueError(f"KDA_BACKEND must be 'auto', 'torch' or 'triton', got {BACKEND!r}")
-    if BACKEND == "torch" or (BACKEND == "auto" and not q.is_cuda):
+def find_kernel(*tensors):
+    """The Triton function for this call of the recurrence, or None where PyTorch has to do it; why is said once."""
+    if not asks_for_kernels(tensors[0]):
         return None
-    if triton_chunk_delta_rule is None:
-        return _without_kernel("triton is not installed (pip install triton)")
-    tensors = q, k, v, beta, log_decay, state
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    short = q.shape[1] <= MAX_TOKENS and not differentiable
-    reason = (unsupported_by_recurrent if short else unsupported_by_chunk)(*tensors)
+    short = triton_chunk_delta_rule is not None and _is_short(*tensors)
+    reason = why_not(lambda: (unsupported_by_recurrent if short else unsupported_by_chunk)(*tensors))
     if reason is not None:
-        return _without_kernel(reason)
+        return fall_back("recurrence", reason)
     return triton_recurrent_delta_rule if short else triton_chunk_delta_rule
 
 
-def _without_kernel(reason):
+def asks_for_kernels(x):
+    """Whether calls with this tensor go to the Triton kernels where they can.
+
+    Raises: ValueError if KDA_BACKEND is no word that is known.
+    """
+    if BACKEND not in ("auto", "torch", "triton"):
+        raise ValueError(f"KDA_BACKEND must be 'auto', 'torch' or 'triton', got {BACKEND!r}")
+    return BACKEND == "triton" or (BACKEND == "auto" and x.is_cuda)
+
+
+def why_not(unsupported):
+    """None, or why no kernel can run a call. unsupported: a function that says what it thinks of the call."""
+    return "triton is not installed (pip install triton)" if triton_chunk_delta_rule is None else unsupported()
+
+
+def fall_back(what, reason):
+    """Say once that PyTorch computes something and why.
+
+    Raises: ValueError if KDA_BACKEND insists on the kernels.
+    """
     if BACKEND == "triton":
         raise ValueError(f"KDA_BACKEND=triton, but the kernels cannot run this call: {reason}")
     if not is_torchdynamo_compiling():
-        logger.warning_once(f"The recurrence runs in PyTorch, slower than with the Triton kernels: {reason}")
+        logger.warning_once(f"The {what} runs in PyTorch, slower than with the Triton kernels: {reason}")
+
+
+def _is_short(*tensors):
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return tensors[0].shape[1] <= MAX_TOKENS and not differentiable
 
 
 def advance_state(k, v, beta, log_decay, state, *, erase):

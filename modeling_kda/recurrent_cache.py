@@ -76,7 +76,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def read(self):
         """Returns (conv window [B, W-1, C] or None, state [B, HV, K, V] or None).
 
-        Neither may be modified, but for the state while `may_overwrite`.
+        Neither may be modified, but while `may_overwrite`.
         """
         if not self.has_previous_state[0]:
             return None, None
@@ -84,13 +84,16 @@ class RecurrentLayer(LinearAttentionLayer):
 
     @property
     def may_overwrite(self):
-        """Whether nobody needs the state that `read` gives once the next one is there."""
-        return self.has_previous_state[0] and not self.record_past and _may_change(self.recurrent_states[0])
+        """Whether nobody needs what `read` gives, window and state, once the next ones are there."""
+        if self.record_past or not self.has_previous_state[0]:
+            return False
+        return all(_may_change(held[0]) for held in (self.conv_states, self.recurrent_states) if held[0] is not None)
 
-    def write(self, window, state, written: Written):
+    def write(self, window, state, length: int, written: Written | None = None):
         """Store what the next call starts from.
 
-        Args: window: [B, W-1, C] or None; state: [B, HV, K, V]; written: what this call wrote.
+        Args: window: [B, W-1, C] or None; state: [B, HV, K, V]; length: tokens of this call; written: what they wrote,
+            needed with `record_past`.
         """
         if not self.record_past:
             # what was recorded before would be written again without these tokens
@@ -214,13 +217,13 @@ class CountingRecurrentLayer(RecurrentLayer, CacheLayerMixin):
         self.is_initialized = False
         self.cumulative_length = torch.zeros((), dtype=torch.int64)
 
-    def write(self, window, state, written):
-        super().write(window, state, written)
+    def write(self, window, state, length, written=None):
+        super().write(window, state, length, written)
         if self.in_static_cache and self.cumulative_length.device != state.device:
             # a CUDA graph takes nothing from the CPU; elsewhere the CPU must not wait to read the number
             self.cumulative_length = self.cumulative_length.to(state.device)
             torch._dynamo.mark_static_address(self.cumulative_length)
-        self._count(len(written))
+        self._count(length)
 
     def crop(self, tokens_to_remove):
         super().crop(tokens_to_remove)
@@ -264,6 +267,8 @@ def next_window(window, inputs, real, taps_before):
 
 def _keep(held, new):
     """Copy into the tensor held, so that its address stays (CUDA graphs); replace it where gradients must flow."""
+    if new is held:
+        return held
     in_place = (
         held is not None
         and held.shape == new.shape

@@ -3,15 +3,34 @@
 What distinguishes the stages is read from `stages.py`; nothing here asks for a stage by name.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .layers import Decay, EluFeatureMap, HedgehogFeatureMap, RMSNorm, ShortConvolution, at_least_fp32, l2norm
-from .ops import delta_rule
+from .ops import decode_step, delta_rule, delta_rule_from_logits, gated_norm, short_convolution, takes_logits
 from .recurrent_cache import Written, next_window
 from .stages import STAGES
 from .token_layout import TokenLayout
+
+
+@dataclass
+class Projected:
+    """What the projections make of a call's tokens, before the convolutions and activations; None where there is none.
+
+    q, k: [B, T, H * K], v: [B, T, HV * V], beta_logits: [B, T, HV], decay_logits: [B, T, HV, 1 or K], gate_logits:
+    [B, T, HV * V], of the output gate.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta_logits: torch.Tensor | None
+    decay_logits: torch.Tensor | None
+    gate_logits: torch.Tensor | None
 
 
 class RecurrentMixer(nn.Module):
@@ -28,6 +47,7 @@ class RecurrentMixer(nn.Module):
         D, H, K = config.hidden_size, config.num_attention_heads, config.head_dim
         HV, V, bias = config.num_value_heads, config.value_head_dim, config.attention_bias
         self.sizes = [H * K, H * K, HV * V]
+        self.num_value_heads = HV
         self.q_proj = nn.Linear(D, H * K, bias=bias)
         self.k_proj = nn.Linear(D, H * K, bias=bias)
         self.v_proj = nn.Linear(D, HV * V, bias=bias)
@@ -37,7 +57,7 @@ class RecurrentMixer(nn.Module):
             self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConvolution(size, taps, act) for size in self.sizes)
         self._build_feature_maps(config)
         self._build_gates(config)
-        self.o_norm = RMSNorm(V, eps=config.norm_eps) if config.output_norm else nn.Identity()
+        self.o_norm = RMSNorm(V, eps=config.norm_eps) if config.output_norm else None
         self._build_output_gate(config)
         self.o_proj = nn.Linear(HV * V, D, bias=bias)
 
@@ -82,27 +102,38 @@ class RecurrentMixer(nn.Module):
         """
         layout = TokenLayout() if mask is None else mask
         memory = None if cache is None else cache.layers[self.layer_idx]
+        x = self._project(hidden_states)
+        window, state = self._recall(memory, x)
+        y = self._decode(x, window, state, layout, memory)
+        if y is None:
+            q, k, v = self._heads(*self._short_conv(x, window, layout))
+            o, state, written = self._recurrence(q, k, v, x, state, layout, memory)
+            if memory is not None:
+                self._remember(memory, window, state, x, written, layout)
+            y = self._output(o, x.gate_logits)
+        return self.o_proj(y.to(hidden_states.dtype)), None
 
-        inputs = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
-        window, state = self._recall(memory, inputs)
-        q, k, v = self._heads(self._short_conv(inputs, window, layout))
-        q, k, v = self._features(q, k, v)
-        beta, log_decay = self._gates(hidden_states, layout)
-        # feature maps and step sizes take the place of the usual K^-0.5 where outputs are normalised by their weights
-        scale = 1.0 if self.stage.normaliser else None
-        overwrite = memory is not None and memory.may_overwrite
-        o, state = delta_rule(
-            q, k, v, beta, log_decay, state, erase=self.stage.erase, scale=scale, overwrite=overwrite
-        )
-        if memory is not None:
-            self._remember(memory, window, state, inputs, Written(k, v, beta, log_decay, inputs, layout.real))
-        return self.o_proj(self._output(o, hidden_states)), None
+    def _project(self, x):
+        B, T, _ = x.shape
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        beta_logits = self.beta_proj(x) if self.stage.write == "beta" else None
+        decay_logits, gate_logits = None, None
+        if self.stage.decay:
+            low_rank = self.stage.decay == "channel"
+            decay_logits = self.decay_b_proj(self.decay_a_proj(x)) if low_rank else self.decay_proj(x)
+            decay_logits = decay_logits.view(B, T, self.num_value_heads, -1)
+        if self.output_gate == "low_rank":
+            gate_logits = self.output_gate_b_proj(self.output_gate_a_proj(x))
+        elif self.output_gate == "full":
+            gate_logits = self.output_gate_proj(x)
+        return Projected(q, k, v, beta_logits, decay_logits, gate_logits)
 
-    def _recall(self, memory, inputs):
+    def _recall(self, memory, x):
         """The conv window and the state that this call starts from, each None where there is none."""
         window, state = (None, None) if memory is None else memory.read()
-        taps_before = self.short_conv_kernel_size - 1
-        expected = (inputs.shape[0], taps_before, inputs.shape[2]) if self.short_conv_kernel_size else None
+        expected = None
+        if self.short_conv_kernel_size:
+            expected = (x.q.shape[0], self.short_conv_kernel_size - 1, sum(self.sizes))
         if state is not None and expected != (None if window is None else tuple(window.shape)):
             raise ValueError(
                 f"the cache of layer {self.layer_idx} must hold a conv window of the shape {expected}, got "
@@ -110,23 +141,78 @@ class RecurrentMixer(nn.Module):
             )
         return window, state
 
-    def _short_conv(self, inputs, window, layout):
-        """[B, T, C] q, k, v inputs side by side -> the three after their convolutions."""
-        if not self.short_conv_kernel_size:
-            return inputs.split(self.sizes, -1)
-        x = layout.compact(inputs)
-        x = F.pad(x, (0, 0, self.short_conv_kernel_size - 1, 0)) if window is None else torch.cat([window, x], 1)
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        outputs = (conv(part, layout.age) for conv, part in zip(convs, x.split(self.sizes, -1), strict=True))
-        return [layout.spread(y) for y in outputs]
+    def _decode(self, x, window, state, layout, memory):
+        """One more token of a cached sequence in one launch: [B, 1, HV * V], or None where that cannot be.
 
-    def _heads(self, qkv):
-        q, k, v = qkv
+        State and window change in place, so nobody else may need the old ones.
+        """
+        if memory is None or not memory.may_overwrite or self.stage.normaliser or not layout.is_plain:
+            return None
+        convs = [self.q_conv1d, self.k_conv1d, self.v_conv1d] if self.short_conv_kernel_size else []
+        decay, norm = (self.decay if self.stage.decay else None), self.o_norm
+        if not all(_is_untouched(module) for module in (*convs, decay, norm) if module is not None):
+            return None
+        y = decode_step(
+            *self._heads(x.q, x.k, x.v),
+            state,
+            window,
+            [conv.weight for conv in convs] or None,
+            beta_logits=x.beta_logits,
+            decay_logits=x.decay_logits,
+            A_log=decay and decay.A_log,
+            dt_bias=decay and decay.dt_bias,
+            lower_bound=decay and decay.lower_bound,
+            norm_weight=norm and norm.weight,
+            gate_logits=x.gate_logits,
+            erase=self.stage.erase,
+            unit_keys=self.stage.unit_keys,
+            write=self.stage.write,
+            activation=convs[0].activation if convs else None,
+            eps=norm.eps if norm else 0.0,
+        )
+        if y is not None:
+            memory.write(window, state, 1)
+        return y
+
+    def _short_conv(self, x, window, layout):
+        """q, k and v after their convolutions, [B, T, C] each."""
+        parts = x.q, x.k, x.v
+        if not self.short_conv_kernel_size:
+            return parts
+        windows = [None] * 3 if window is None else window.split(self.sizes, -1)
+        convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        return [
+            layout.spread(conv(layout.compact(part), past, layout.age, run=short_convolution))
+            for conv, part, past in zip(convs, parts, windows, strict=True)
+        ]
+
+    def _heads(self, q, k, v):
         B, T, _ = q.shape
-        q, k = (x.view(B, T, -1, self.head_dim) for x in (q, k))
-        v = v.view(B, T, -1, self.value_head_dim)
+        return (
+            q.view(B, T, -1, self.head_dim),
+            k.view(B, T, -1, self.head_dim),
+            v.view(B, T, -1, self.value_head_dim),
+        )
+
+    def _recurrence(self, q, k, v, x, state, layout, memory):
+        """Outputs [B, T, HV, V] (V + 1 with the normaliser), the new state, what was written if that is recorded."""
         # outputs come in the dtype of the values, and sums over the past can pass 65504
-        return q, k, v.float() if v.dtype == torch.float16 else v
+        v = v.float() if v.dtype == torch.float16 else v
+        records = memory is not None and memory.record_past
+        activates = self.stage.unit_keys and self.stage.write == "beta" and layout.starts is None and not records
+        if activates and takes_logits(q, k, v, x.beta_logits, x.decay_logits, state):
+            run = partial(delta_rule_from_logits, q, k, v, layout.hush(x.beta_logits), state)
+            o, state = self.decay(layout.hush(x.decay_logits), run=run) if self.stage.decay else run()
+            return o, state, None
+        q, k, v = self._features(q, k, v)
+        beta, log_decay = self._gates(x, layout)
+        # feature maps and step sizes take the place of the usual K^-0.5 where outputs are normalised by their weights
+        scale = 1.0 if self.stage.normaliser else None
+        overwrite = memory is not None and memory.may_overwrite
+        o, state = delta_rule(
+            q, k, v, beta, log_decay, state, erase=self.stage.erase, scale=scale, overwrite=overwrite
+        )
+        return o, state, (k, v, beta, log_decay) if records else None
 
     def _features(self, q, k, v):
         if self.stage.unit_keys:
@@ -140,40 +226,41 @@ class RecurrentMixer(nn.Module):
 
     def _gates(self, x, layout):
         """beta [B, T, HV] or None and log_decay [B, T, HV, 1 or K] or None, with padding and documents respected."""
-        B, T, _ = x.shape
+        shape = (*x.q.shape[:2], self.num_value_heads)
         beta, log_decay = None, None
         if self.stage.decay:
-            project = (
-                self.decay_proj if self.stage.decay == "head" else lambda y: self.decay_b_proj(self.decay_a_proj(y))
-            )
-            logits = project(x).view(B, T, self.decay.A_log.shape[0], -1)
-            log_decay, step = self.decay(logits)
+            log_decay, step = self.decay(x.decay_logits)
             if self.stage.write == "step":
                 beta = step[..., 0]
         if self.stage.write == "beta":
-            beta = at_least_fp32(self.beta_proj(x)).sigmoid()
-        heads = self.sizes[2] // self.value_head_dim
+            beta = at_least_fp32(x.beta_logits).sigmoid()
         if layout.real is not None:
-            beta = layout.silence(x.new_ones(B, T, heads, dtype=torch.float32) if beta is None else beta)
+            beta = layout.silence(x.q.new_ones(shape, dtype=torch.float32) if beta is None else beta)
         if layout.starts is not None and log_decay is None:
-            log_decay = x.new_zeros(B, T, heads, 1, dtype=torch.float32)
+            log_decay = x.q.new_zeros(*shape, 1, dtype=torch.float32)
         return beta, None if log_decay is None else layout.hold(log_decay)
 
-    def _remember(self, memory, window, state, inputs, written):
+    def _remember(self, memory, window, state, x, written, layout):
+        parts = x.q, x.k, x.v
+        inputs = torch.cat(parts, -1) if written is not None and self.short_conv_kernel_size else None
         if self.short_conv_kernel_size:
-            window = next_window(window, inputs, written.real, self.short_conv_kernel_size - 1)
-        else:
-            written.conv_inputs = None
-        memory.write(window, state, written)
+            taps_before = self.short_conv_kernel_size - 1
+            if layout.real is None:
+                # all that a window can hold
+                parts = [part[:, -taps_before:] for part in parts]
+            window = next_window(window, torch.cat(parts, -1), layout.real, taps_before)
+        memory.write(window, state, x.q.shape[1], written and Written(*written, inputs, layout.real))
 
-    def _output(self, o, x):
+    def _output(self, o, gate_logits):
         """[B, T, HV, V] -> [B, T, HV * V]: divide by the normaliser, norm, gate."""
         if self.stage.normaliser:
             o, weight = o[..., :-1], o[..., -1:]
             o = o / weight.clamp_min(1e-6)
-        o = self.o_norm(o).flatten(2)
-        if self.output_gate == "low_rank":
-            o = o * self.output_gate_b_proj(self.output_gate_a_proj(x)).sigmoid()
-        elif self.output_gate == "full":
-            o = o * self.output_gate_proj(x).sigmoid()
-        return o.to(x.dtype)
+        y = gated_norm(o, gate=gate_logits) if self.o_norm is None else self.o_norm(o, gate_logits, run=gated_norm)
+        return y.flatten(2)
+
+
+def _is_untouched(module):
+    """Whether a layer's parameters may be used without calling it: nothing wraps it, shards it or listens to it."""
+    own = type(module) in (ShortConvolution, Decay, RMSNorm) and "forward" not in vars(module)
+    return own and not (module._forward_hooks or module._forward_pre_hooks)

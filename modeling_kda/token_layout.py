@@ -26,6 +26,11 @@ class TokenLayout:
     starts: torch.Tensor | None = None
     age: torch.Tensor | None = None
 
+    @property
+    def is_plain(self):
+        """Whether every token is real and rows hold one sequence."""
+        return self.real is None and self.starts is None
+
     @classmethod
     def padded(cls, real):
         """Rows with padding anywhere. real: [B, T] bool."""
@@ -53,6 +58,15 @@ class TokenLayout:
         """A padded token writes nothing. beta: [B, T, H]."""
         return beta if self.real is None else beta * self.real[..., None]
 
+    def hush(self, logits):
+        """Logits of padding far below what any bias lifts: a sigmoid or softplus of them is exactly zero, so that a
+        padded token writes nothing and forgets nothing. logits: [B, T, ...]; in fp32 if they were fp16.
+        """
+        if self.real is None:
+            return logits
+        logits = logits.float() if logits.dtype == torch.float16 else logits
+        return logits.masked_fill(~self.real.view(*self.real.shape, *[1] * (logits.dim() - 2)), HUSHED)
+
     def hold(self, log_decay):
         """Padding forgets nothing; the first token of a document forgets everything before it.
 
@@ -66,6 +80,7 @@ class TokenLayout:
 
 
 FORGET_ALL = -1e4
+HUSHED = -1e30
 
 
 def first_of_run(ids):

@@ -40,7 +40,7 @@ def test_without_triton_the_kernels_are_named_missing_once_and_refused_if_insist
     assert ops.find_kernel(*call(T=T)) is None
     # as on a GPU, where the kernels would have been used
     reason = f"triton is not installed, T = {T}"
-    assert [ops._without_kernel(reason) for _ in range(2)] == [None, None]
+    assert [ops.fall_back("recurrence", reason) for _ in range(2)] == [None, None]
     assert len(warnings) == 1 and reason in warnings[0]
 
 
