@@ -33,7 +33,8 @@ except ImportError as e:
     ) from e
 
 MAX_TOKENS = 16
-MAX_LATENT = 512
+# by bytes of a number: what a program holds of its output must fit in registers
+MAX_LATENT = {2: 1024, 4: 512}
 MAX_SHARED = 128
 MAX_SPLITS = 256
 # key blocks of a part: fewer cost more to add up than they save
@@ -48,9 +49,10 @@ def triton_latent_attention(q_latent, q_shared, latent, shared, mask=None, seen=
     """Attention of T <= 16 new tokens to the latents of all tokens.
 
     Args:
-        q_latent: [B, T, H, R] and q_shared: [B, T, H, P], any strides. R at most 512, P at most 128 and may be 0.
+        q_latent: [B, T, H, R] and q_shared: [B, T, H, P], any strides. R at most 1024, in fp32 512; P from 0 to 128.
         latent: [B, S, R] and shared: [B, S, P], in the dtype of the queries: bf16, fp16 or fp32.
-        mask: None, or [B or 1, 1, T, S], bool and True where a key may be seen, or additive. It decides alone.
+        mask: None, or [B or 1, 1, T, S], bool and True where a key may be seen, or additive; no other order of
+            the tokens holds then.
         seen: how many of the S keys there are, an integer tensor with one element, or [B], on the device; None for S.
         causal: without a mask, whether the new tokens, which are the last ones, do not see each other's future.
         scale: multiplier of the scores.
@@ -79,8 +81,9 @@ def unsupported(q_latent, q_shared, latent, shared, mask=None):
             return f"{name} must be {q_latent.dtype} as q_latent, got {given[name].dtype}"
     if T > MAX_TOKENS:
         return f"the latent kernel takes at most {MAX_TOKENS} tokens, got {T}; expand the heads"
-    if R > MAX_LATENT or P > MAX_SHARED:
-        return f"the latent kernel takes R up to {MAX_LATENT} and P up to {MAX_SHARED}, got R = {R} and P = {P}"
+    most = MAX_LATENT.get(latent.element_size(), 0)
+    if most and (most < R or P > MAX_SHARED):
+        return f"the latent kernel takes R up to {most} and P up to {MAX_SHARED}, got R = {R} and P = {P}"
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape not in ((B, 1, T, S), (1, 1, T, S)):
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -145,9 +148,9 @@ def _config(rows, R, P, latent):
     Measured on an H200; nothing is timed at run time.
     """
     size, room = latent.element_size(), shared_memory_of(latent.device)
-    tma = _takes_tma(latent)
-    BN = min(32 if tma else 64, max(16, triton.next_power_of_2(rows)))
     BR, BP = max(16, triton.next_power_of_2(R)), max(16, triton.next_power_of_2(P)) if P else 0
+    tma = _takes_tma(latent)
+    BN = min(16 if BR > 512 else 32 if tma else 64, max(16, triton.next_power_of_2(rows)))
     # 64 keys fill the rows of a matrix product; fp32 takes others, which keep more in registers
     BS = 64 if size == 2 else 16
     block = BS * (BR + BP) * size
@@ -180,13 +183,13 @@ def _count_splits(programs, key_blocks, slots):
     """Into how many parts to split the keys, so that the programs fill the `slots` of the device, in whole waves."""
     most = min(MAX_SPLITS, max(1, key_blocks // MIN_BLOCKS))
     best, best_use = 1, 0.0
-    for splits in range(1, most + 1):
-        waves = programs * splits / slots
-        use = waves / math.ceil(waves)
+    for waves in range(1, 5):
+        splits = max(1, min(waves * slots // programs, most))
+        use = programs * splits / slots
+        use /= math.ceil(use)
+        # more parts only where they fill clearly more
         if use > best_use + 0.02:
             best, best_use = splits, use
-        if waves > 4:
-            break
     return best
 
 

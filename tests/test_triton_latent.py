@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_reference import (
     BUDGET,
     TYPES,
@@ -68,11 +69,11 @@ def interpreted_shapes(shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def interpreted_dtypes(dtype):
-    check(1, 2, 3, 200, 24, 8, dtype=dtype)
+    check(1, 2, 3, 130, 24, 8, dtype=dtype)
 
 
 def interpreted_many_rows():
-    check(1, 3, 30, 20, 16, 4)
+    check(1, 3, 30, 12, 16, 4)
 
 
 @pytest.mark.parametrize("form", ["bool", "additive", "one_row"])
@@ -138,8 +139,72 @@ def interpreted_large_scores():
     assert_close(actual, reference(*tensors, scale=1.0), 1e-4)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def interpreted_mixer(kind, monkeypatch):
+    """The mixer calls it for single tokens and drafts, with and without padding, and gives what one pass gives."""
+    mixer, x = make_mixer(torch.float32), torch.randn(2, 12, 24)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[0, :3] = False
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = [mixer(x)[0], mixer(x, mask & real[:, None, None])[0][:, 3:]]
+        monkeypatch.setattr("modeling_kda.ops.BACKEND", "triton")
+        calls, kernel = [], latent_mixer.triton_latent_attention
+        counting = lambda *args, **options: calls.append(args) or kernel(*args, **options)  # noqa: E731
+        monkeypatch.setattr(latent_mixer, "triton_latent_attention", counting)
+        cache = make_cache(kind)
+        mixer(x[:, :8], mask[..., :8, :8], cache=cache)
+        outputs = [mixer(x[:, first:last], None, cache=cache)[0] for first, last in ((8, 9), (9, 12))]
+        assert_close(torch.cat(outputs, 1), expected[0][:, 8:], 1e-5)
+        cache = make_cache(kind)
+        mixer(x[:, :8], mask[..., :8, :8] & real[:, None, None, :8], cache=cache)
+        room = 12 if kind == "dynamic" else 16
+        given = F.pad(mask & real[:, None, None], (0, room - 12))
+        steps = ((8, 9, 9 if kind == "dynamic" else room), (9, 12, room))
+        outputs = [mixer(x[:, i:j], given[..., i:j, :k], cache=cache)[0] for i, j, k in steps]
+        assert_close(torch.cat(outputs, 1), expected[1][:, 5:], 1e-5)
+    assert len(calls) == 4
+
+
 def test_under_the_interpreter():
     run_interpreted(__file__)
+
+
+def test_what_does_not_fit_is_said_in_one_line():
+    q_latent, q_shared, latent, shared = inputs(2, 1, 3, 8, 16, 4)
+    fit = {"q_latent": q_latent, "q_shared": q_shared, "latent": latent, "shared": shared}
+    wrong = {
+        "B, T, H, R": {"q_latent": q_latent[0]},
+        "q_shared must be": {"q_shared": q_shared[..., :2]},
+        "latent must be": {"latent": latent[:1]},
+        "torch.float32 as": {"latent": latent.half()},
+        "at most 16 tokens": {name: x.expand(2, 17, 3, -1) for name, x in fit.items() if name.startswith("q")},
+        "R up to 512": {
+            "q_latent": q_latent[..., :1].expand(2, 1, 3, 600),
+            "latent": latent[..., :1].expand(2, 8, 600),
+        },
+        "P up to 128": {
+            "q_shared": q_shared[..., :1].expand(2, 1, 3, 130),
+            "shared": shared[..., :1].expand(2, 8, 130),
+        },
+        "mask must be": {"mask": torch.ones(2, 3, 1, 8)},
+        "bool or additive": {"mask": torch.ones(2, 1, 1, 8, dtype=torch.int32)},
+        "CUDA device": {},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            kernels.triton_latent_attention(**{**fit, **given}, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "programs, key_blocks, slots", [(1, 16384, 264), (16, 16384, 264), (100, 2048, 132), (1, 3, 264)]
+)
+def test_the_keys_are_split_so_that_the_device_is_full(programs, key_blocks, slots):
+    splits = kernels._count_splits(programs, key_blocks, slots)
+    assert 1 <= splits <= kernels.MAX_SPLITS
+    # either no part could be shorter, or nine tenths of the slots are in use in the last wave, too
+    waves = programs * splits / slots
+    assert splits == max(1, key_blocks // kernels.MIN_BLOCKS) or waves / -(-waves // 1) > 0.9
 
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
