@@ -68,7 +68,9 @@ class Router(nn.Module):
         A forward hook sees all three: that is how routing is recorded and balanced.
         """
         with maybe_autocast(x.device.type, enabled=False):
-            logits = F.linear(at_least_fp32(x), at_least_fp32(self.weight))
+            wide = at_least_fp32(x)
+            # of a model in fp64, whose routers are loaded in fp32
+            logits = F.linear(wide, self.weight.to(wide.dtype))
         scores = logits.sigmoid()
         chosen = (scores + self.selection_bias).topk(self.num_chosen, dim=-1, sorted=False).indices
         weights = scores.gather(-1, chosen)

@@ -63,7 +63,7 @@ def small_source(tmp_path_factory):
 
 
 def load(folder, dtype=torch.float32):
-    return KDAForCausalLM.from_pretrained(folder, dtype=dtype).to(dtype).eval()
+    return KDAForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 @torch.no_grad()
