@@ -279,6 +279,11 @@ class KDAConfig(ConfigChecks, PreTrainedConfig):
             del plan["layers.*.mixer.k_proj"], plan["layers.*.mixer.v_proj"]
             if self.q_lora_rank:
                 del plan["layers.*.mixer.q_proj"]
+        # what expands latents stays whole: decoding reads its matrix itself
+        if True in latent and self.q_lora_rank:
+            plan["layers.*.mixer.q_b_proj"] = "colwise_gather_output"
+        if True in latent and self.mla_output_gate:
+            plan["layers.*.mixer.gate_proj"] = "colwise_gather_output"
         experts = {self.uses_experts(i) for i in range(self.num_hidden_layers)}
         mlps = ["mlp"] * (False in experts)
         mlps += ["mlp.shared_experts"] * (True in experts and self.shared_intermediate_size > 0)

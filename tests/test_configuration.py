@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 from helpers import tiny_model
@@ -70,6 +71,25 @@ def test_one_layer_is_enough():
         ({"attention_dropout": 1.5}, ["attention_dropout", "1.5"]),
         ({"norm_eps": -1.0}, ["norm_eps", "-1.0"]),
         ({"layer_types": ["full_attention"] * 2}, ["layer_types", "stages"]),
+        ({"hidden_act": "situ"}, ["hidden_act", "situ", "mlp_gated=True"]),
+        ({"situ_beta": 0.0}, ["situ_beta", "0.0"]),
+        ({"situ_linear_beta": -1.0}, ["situ_linear_beta", "-1.0"]),
+        ({"q_lora_rank": 0}, ["q_lora_rank", "0"]),
+        ({"kv_lora_rank": 0}, ["kv_lora_rank", "0"]),
+        ({"qk_nope_head_dim": 0}, ["qk_nope_head_dim", "0"]),
+        ({"qk_rope_head_dim": -1}, ["qk_rope_head_dim", "-1"]),
+        ({"v_head_dim": 0}, ["v_head_dim", "0"]),
+        ({"latent_norm_eps": -1.0}, ["latent_norm_eps", "-1.0"]),
+        ({"num_experts": -1}, ["num_experts", "-1"]),
+        ({"num_experts": 4}, ["num_experts_per_token", "num_experts=4", "8"]),
+        ({"num_experts": 4, "num_experts_per_token": 0}, ["num_experts_per_token", "0"]),
+        ({"num_shared_experts": -1}, ["num_shared_experts", "-1"]),
+        ({"moe_intermediate_size": 0}, ["moe_intermediate_size", "0"]),
+        ({"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
+        ({"routed_scaling_factor": 0.0}, ["routed_scaling_factor", "0.0"]),
+        ({"routed_expert_hidden_size": 0}, ["routed_expert_hidden_size", "0"]),
+        ({"attention_residual": "half"}, ["attention_residual", "half", "block"]),
+        ({"attention_residual_block_size": 0}, ["attention_residual_block_size", "0"]),
     ],
 )
 def test_a_wrong_value_is_named(fields, words):
@@ -89,11 +109,72 @@ def test_a_wrong_value_is_named(fields, words):
         {"hidden_size": 32.0},
         {"mlp_gated": "yes"},
         {"max_rollback": None},
+        {"kv_lora_rank": "512"},
+        {"num_experts": None},
+        {"latent_norm": 1},
+        {"keep_in_fp32": "conv1d"},
     ],
 )
 def test_a_wrong_type_is_refused_and_named(fields):
     with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(fields))):
         small(**fields)
+
+
+def test_sizes_of_latents_and_experts_follow_from_the_others():
+    config = small(num_hidden_layers=3, num_experts=8, num_shared_experts=2)
+    sizes = (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+    assert sizes == (32, 16, 0, 16)
+    assert (config.moe_intermediate_size, config.shared_intermediate_size) == (128, 256)
+    assert [config.uses_experts(i) for i in range(3)] == [False, True, True]
+    assert small(moe_intermediate_size=8, num_shared_experts=3).shared_intermediate_size == 24
+    assert small(num_shared_experts=0).shared_intermediate_size == 0
+    assert not small().uses_experts(1)
+
+
+def test_names_of_the_released_configs_for_experts():
+    config = small(num_local_experts=8, num_experts_per_tok=2, n_shared_experts=3, norm_topk_prob=False)
+    assert (config.num_experts, config.num_experts_per_token, config.num_shared_experts) == (8, 2, 3)
+    assert config.moe_renormalize is False
+
+
+def test_a_config_from_before_there_were_experts_is_one_without():
+    old = {"stages": ["kda", "softmax"], "vocab_size": 97, "hidden_size": 32, "num_attention_heads": 2}
+    config = KDAConfig.from_dict({**old, "num_hidden_layers": 2, "model_type": "kda_hybrid"})
+    assert (config.num_experts, config.attention_residual, config.keep_in_fp32) == (0, "none", None)
+    assert KDAForCausalLM(config).num_parameters() == KDAForCausalLM(small(stages=["kda", "softmax"])).num_parameters()
+
+
+GATED = {
+    "mlp_gated": True,
+    "mlp_bias": False,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stages": "kda"},
+        {"stages": "softmax", "mlp_gated": True},
+        {"stages": "mla"},
+        {"stages": "mla", "q_lora_rank": 8, "mla_output_gate": True},
+        {"stages": ["kda", "mla"], "q_lora_rank": 8, **GATED},
+        {"stages": "kda", "first_k_dense_replace": 0, **GATED},
+        {"stages": "kda", "num_shared_experts": 0, **GATED},
+        {"stages": "kda", **GATED, "mlp_gated": False},
+        {"stages": "kda", **GATED, "mlp_bias": True},
+    ],
+    ids=str,
+)
+def test_every_rule_of_the_parallel_plans_has_a_module(fields):
+    """Another one would make loading print a warning."""
+    model = KDAForCausalLM(small(**fields)).model
+    names = [name for named in (model.named_modules, model.named_parameters) for name, _ in named()]
+    names = {re.sub(r"\.\d+", ".*", name) for name in names}
+    for plan in (model.config.base_model_tp_plan, model.config.base_model_ep_plan):
+        assert {rule for rule in plan or {} if rule not in names} == set()
 
 
 def test_arguments_are_keyword_only():

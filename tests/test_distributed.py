@@ -15,6 +15,8 @@ from transformers.distributed import DistributedConfig
 from modeling_kda import KDAForCausalLM
 
 STAGES_IN_USE = ["kda", "softmax", "ssd"]
+# what transformers shards
+SOURCE = {"stages": [*STAGES_IN_USE, "mla"], "mlp_gated": True, "q_lora_rank": 8, "mla_output_gate": True}
 WORLD = 2
 PLANS = {"tensor_parallel": {"tp_size": WORLD, "tp_plan": "auto"}, "fully_sharded": {"fsdp_size": WORLD}}
 # gradients of two halves added instead of one sum
@@ -117,7 +119,7 @@ def every_run(rank, folder):
 def results(tmp_path_factory):
     """What every rank saw; starting processes is the slow part, so that all runs share them."""
     folder = tmp_path_factory.mktemp("ranks")
-    tiny_model(STAGES_IN_USE, mlp_gated=True).save_pretrained(folder / "source")
+    tiny_model(**SOURCE).save_pretrained(folder / "source")
     mp.start_processes(join_group, (str(folder),), nprocs=WORLD, start_method="spawn")
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
@@ -157,7 +159,7 @@ def test_fsdp2_keeps_the_decays_in_fp32(results):
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_models_that_transformers_shards_compute_and_save_the_same(results, kind):
-    model = tiny_model(STAGES_IN_USE, mlp_gated=True)
+    model = tiny_model(**SOURCE)
     output = model(batch(), labels=batch())
     output.loss.backward()
     text = model.generate(batch(), max_new_tokens=4, do_sample=False)
@@ -170,9 +172,9 @@ def test_models_that_transformers_shards_compute_and_save_the_same(results, kind
 
 
 def test_tensor_parallelism_shards_the_large_matrices(results):
-    names = {name for name, _ in tiny_model(STAGES_IN_USE, mlp_gated=True).named_parameters()}
+    names = {name for name, _ in tiny_model(**SOURCE).named_parameters()}
     large = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "embed_tokens.weight")
-    large += ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    large += ("gate_proj.weight", "up_proj.weight", "down_proj.weight", "q_b_proj.weight")
     expected = {name for name in names if name.endswith(large) and "output_gate" not in name}
     assert expected <= results[0]["tensor_parallel"]["sharded"]
 
