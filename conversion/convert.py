@@ -30,7 +30,7 @@ from .model_folder import (
 )
 from .mxfp4 import GROUP, quantise
 from .stored_tensors import PACKED, SCALE, StoredTensors
-from .tensor_files import Planned, write_tensors
+from .tensor_files import PIECE, Planned, write_tensors
 
 # parts whose dtype the models do not fix by themselves
 WIDE_PARTS = ("conv1d", "o_norm")
@@ -148,7 +148,7 @@ class SourceModel:
 
     def _same(self, one, other):
         total, row = prod(self.stored.shapes[one]), self.stored.shapes[one][-1]
-        step = max(1, 2**24 // row) * row
+        step = max(1, PIECE // row) * row
         pieces = ((start, min(step, total - start)) for start in range(0, total, step))
         return all(torch.equal(self.stored.read(one, *piece), self.stored.read(other, *piece)) for piece in pieces)
 
@@ -192,11 +192,13 @@ class SourceModel:
 def _plan(model, table, mxfp4):
     """The tensors to write, in the order of the model."""
     stretches, planned = Stretches(table.spans, "stored"), []
+    # the two parts of an expert's weight are written one after the other
+    quantised = lru_cache(maxsize=1)(_quantised)
     for name, shape in table.stored.items():
         dtypes = {model.dtypes[span.ours] for span in stretches.of(name)} or {model.dtypes[EMBEDDING]}
         dtype = reduce(torch.promote_types, dtypes)
         tensor = Planned(name, shape, dtype, partial(_read_target, model, stretches, name, dtype))
-        planned += _packed(tensor) if mxfp4 and ".experts." in name else [tensor]
+        planned += _packed(tensor, quantised) if mxfp4 and ".experts." in name else [tensor]
     return planned
 
 
@@ -212,19 +214,22 @@ def _joined(pieces, count, dtype):
     return torch.cat([piece.to(dtype) for piece in pieces] + [torch.zeros(rest, dtype=dtype)])
 
 
-def _packed(tensor):
+def _quantised(read, shape):
+    return quantise(read(0, prod(shape)).view(shape))
+
+
+def _packed(tensor, quantised):
     """The two tensors that stand for the weight of an expert in MXFP4."""
     base, (rows, columns) = tensor.name.removesuffix(".weight"), tensor.shape
     if columns % GROUP:
         raise ValueError(f"{tensor.name} must be a multiple of {GROUP} wide for MXFP4, got {columns}")
 
-    @lru_cache(maxsize=1)
-    def both():
-        return quantise(tensor.read(0, rows * columns).view(rows, columns))
+    def part(i):
+        return lambda start, count: quantised(tensor.read, tensor.shape)[i].flatten()
 
     return [
-        Planned(base + PACKED, (rows, columns // 2), torch.uint8, lambda start, count: both()[0].flatten(), True),
-        Planned(base + SCALE, (rows, columns // GROUP), torch.uint8, lambda start, count: both()[1].flatten(), True),
+        Planned(base + PACKED, (rows, columns // 2), torch.uint8, part(0), whole=True),
+        Planned(base + SCALE, (rows, columns // GROUP), torch.uint8, part(1), whole=True),
     ]
 
 

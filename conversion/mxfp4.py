@@ -10,6 +10,7 @@ only. So weights are dequantised when a checkpoint is converted.
 """
 
 import torch
+import torch.nn.functional as F
 
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,11 +31,13 @@ def dequantise(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
     Raises: ValueError for other dtypes or shapes.
     """
     _check_stored(packed, scale)
-    wide = torch.promote_types(dtype, torch.float32)
+    # half precision has too few exponents for the scales
+    wide = torch.float32 if dtype.itemsize < 4 and dtype != torch.bfloat16 else dtype
     values = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=wide, device=packed.device)
-    groups = values[unpack(packed).int()].unflatten(-1, (-1, GROUP))
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2], the values in each byte
+    groups = F.embedding(packed.int(), pairs).flatten(-2).unflatten(-1, (-1, GROUP))
     # the dtype knows that 255 is NaN, and that 0 is 2^-127 although that is no normal float32
-    factor = scale.view(torch.float8_e8m0fnu).to(wide)
+    factor = scale.view(torch.float8_e8m0fnu).to(torch.float32).to(wide)
     return (groups * factor[..., None]).flatten(-2).to(dtype)
 
 
@@ -61,7 +64,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # 2 is the exponent of 4, the largest power of two among the magnitudes
     stored = (exponent - 1 + (mantissa >= 0.875).int() - 2 + 127).clamp(0, NAN_SCALE - 1)
     stored = torch.where(largest > 0, stored, 0)
-    scaled = groups * torch.exp2(127.0 - stored.to(torch.float64))[..., None]
+    scaled = groups * torch.exp2(127.0 - stored.to(groups.dtype))[..., None]
     return pack(_nearest(scaled).flatten(-2)), stored.to(torch.uint8)
 
 
@@ -78,13 +81,10 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(scaled):
-    """Codes of the nearest magnitudes with the sign."""
+    """Codes of the nearest magnitudes with the sign: steps of 0.5 below 2, of 1 below 4 and of 2 from there on."""
     size = scaled.abs()
-    borders = torch.tensor([(a + b) / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)])
-    borders = borders.to(size)
-    # from the left and from the right they differ exactly on a border, where the even one of the two is wanted
-    below, above = torch.bucketize(size, borders), torch.bucketize(size, borders, right=True)
-    codes = torch.where(below % 2 == 0, below, above)
+    above = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
+    codes = torch.where(size < 2, (2 * size).round(), above).clamp(max=7)
     return codes.to(torch.uint8) | scaled.signbit().to(torch.uint8) << 3
 
 

@@ -27,6 +27,7 @@ from modeling_kda.conversion.convert import convert
 from modeling_kda.conversion.kimi_config import from_kimi_config
 from modeling_kda.conversion.kimi_weights import model_shapes, name_table
 from modeling_kda.conversion.mxfp4 import dequantise, quantise
+from modeling_kda.conversion.stored_tensors import StoredTensors
 
 IDS = tokens(2, 70)
 # rounding in fp64, relative to the largest number
@@ -400,7 +401,16 @@ def test_a_model_without_experts_or_without_shared_ones(tmp_path):
 def test_shards_and_pieces_change_nothing(linear, tmp_path, monkeypatch):
     folder, _ = linear
     monkeypatch.setattr(tensor_files, "PIECE", 100)
+    read, counts = StoredTensors.read, []
+
+    def counted(self, name, start, count):
+        counts.append(count)
+        return read(self, name, start, count)
+
+    monkeypatch.setattr(StoredTensors, "read", counted)
     convert(folder / "ours", tmp_path / "sharded", "moonshot", max_shard_bytes=20_000)
+    # the largest tensor has 4096 numbers
+    assert 0 < max(counts) <= 100
     shards = sorted((tmp_path / "sharded").glob("*.safetensors"))
     assert len(shards) > 5 and all(shard.stat().st_size < 40_000 for shard in shards)
     assert_same_bits(stored(tmp_path / "sharded"), stored(folder / "moonshot"))

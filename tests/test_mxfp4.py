@@ -37,6 +37,13 @@ def test_every_scale(dtype):
     assert torch.isfinite(values).equal(finite) and (~finite).any() == (dtype != torch.float64)
 
 
+def test_half_precision_gets_the_rounded_values():
+    packed = torch.randint(0, 256, (9, 16), dtype=torch.uint8)
+    scale = torch.tensor([[100], [103], [110], [127], [135], [139], [140], [141], [150]], dtype=torch.uint8)
+    exact = dequantise(packed, scale, torch.float64)
+    assert torch.equal(dequantise(packed, scale, torch.float16), exact.to(torch.float16))
+
+
 def test_the_last_scale_is_nan():
     packed = torch.full((16,), 0x22, dtype=torch.uint8)
     assert dequantise(packed, torch.tensor([255], dtype=torch.uint8)).isnan().all()
