@@ -19,20 +19,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_torchdynamo_compiling, logging
 
 from .layers import RMSNorm
-from .ops import BACKEND
+from .ops import asks_for_kernels, fall_back
 from .softmax_mixer import eager_attention
+from .tracing import numbers_are_hidden
 
 try:
-    from .triton_latent import MAX_TOKENS, triton_latent_attention
-    from .triton_latent import unsupported as unsupported_by_kernel
+    from .triton_latent import triton_latent_attention, unsupported
 except ImportError:
     triton_latent_attention = None
 
-logger = logging.get_logger(__name__)
-
+# the most tokens that the kernel takes
+MAX_TOKENS = 16
 # scores of the absorbed form that are in memory at a time, in PyTorch
 MAX_SCORES = 1 << 27
 
@@ -82,7 +81,7 @@ class LatentMixer(nn.Module):
         if self._absorbs(T, latent.shape[2], cache):
             o, weights = self._attend_absorbed(q, latent[:, 0], shared[:, 0], mask, seen, **kwargs)
         else:
-            o, weights = self._attend_expanded(q, latent, shared, mask, **kwargs)
+            o, weights = self._attend_expanded(q, latent, shared, mask, seen, **kwargs)
         o = o.reshape(B, T, -1)
         if self.config.mla_output_gate:
             o = o * self.gate_proj(hidden_states).sigmoid()
@@ -104,7 +103,7 @@ class LatentMixer(nn.Module):
         """
         T, layer = latent.shape[2], cache.layers[self.layer_idx]
         # a prompt for a long static cache must not be compared with the empty rest of it
-        counted = T > 1 and not is_torchdynamo_compiling() and not isinstance(mask, BlockMask)
+        counted = T > 1 and not numbers_are_hidden() and not isinstance(mask, BlockMask)
         length = int(layer.get_seq_length()) + T if counted else None
         latent, shared = cache.update(latent, shared, self.layer_idx)
         seen = getattr(layer, "cumulative_length", None)
@@ -121,8 +120,8 @@ class LatentMixer(nn.Module):
             return False
         return T < S and absorbing_is_cheaper(T, S, self.kv_lora_rank, self.nope + self.v_head_dim)
 
-    def _attend_expanded(self, q, latent, shared, mask, **kwargs):
-        """q: [B, H, T, nope + rope]; latent: [B, 1, S, R]; shared: [B, 1, S, rope].
+    def _attend_expanded(self, q, latent, shared, mask, seen=None, **kwargs):
+        """q: [B, H, T, nope + rope]; latent: [B, 1, S, R]; shared: [B, 1, S, rope]; seen: as from `_remember`.
 
         Returns: [B, T, H, V], and weights or None.
         """
@@ -138,7 +137,7 @@ class LatentMixer(nn.Module):
             q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
         if mask is None and name == "sdpa" and 1 < T < k.shape[2] and _is_causal(self, kwargs):
             # without a mask it takes the new tokens for the first ones
-            mask = _visible(None, T, k.shape[2], q.device, None)
+            mask = _visible(None, T, k.shape[2], q.device, seen)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         o, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
@@ -152,16 +151,17 @@ class LatentMixer(nn.Module):
         B, H, T, _ = q.shape
         key_up, value_up = self._up_weights(H).split([self.nope, self.v_head_dim], 1)
         q_latent, q_shared = _per_head(q[..., : self.nope], key_up), q[..., self.nope :]
-        eager = self.config._attn_implementation in (None, "eager")
-        causal = _is_causal(self, kwargs)
-        kernel = None if eager else find_kernel(q_latent, q_shared, latent, shared, mask)
+        eager, causal = self.config._attn_implementation in (None, "eager"), _is_causal(self, kwargs)
+        visible = None if mask is None else _visible(mask, T, latent.shape[1], q.device, seen, causal)
+        kernel = None if eager else find_kernel(q_latent, q_shared, latent, shared, visible)
         if kernel is not None:
-            queries = q_latent.transpose(1, 2), q_shared.transpose(1, 2)
-            o = kernel(*queries, latent, shared, mask, seen, causal=causal, scale=self.scaling).transpose(1, 2)
-            return _per_head(o, value_up.transpose(1, 2)).transpose(1, 2), None
-        visible = _visible(mask, T, latent.shape[1], q.device, seen, causal)
-        scaled = q_latent * self.scaling, q_shared * self.scaling
-        o, weights = _multi_query(*scaled, latent, shared, visible, whole=eager)
+            queries, weights = (q_latent.transpose(1, 2), q_shared.transpose(1, 2)), None
+            o = kernel(*queries, latent, shared, visible, seen, causal=causal, scale=self.scaling).transpose(1, 2)
+        else:
+            if mask is None:
+                visible = _visible(None, T, latent.shape[1], q.device, seen, causal)
+            queries = q_latent * self.scaling, q_shared * self.scaling
+            o, weights = _multi_query(*queries, latent, shared, visible, whole=eager)
         return _per_head(o, value_up.transpose(1, 2)).transpose(1, 2), weights if eager else None
 
     def _up_weights(self, H):
@@ -185,23 +185,15 @@ def absorbing_is_cheaper(T, S, R, expanded):
     return T * (S * (2 * R - expanded) + R * expanded) < S * R * expanded
 
 
-def find_kernel(q_latent, q_shared, latent, shared, mask):
+def find_kernel(q_latent, q_shared, latent, shared, visible):
     """The Triton function for this call of a few tokens, or None where PyTorch has to do it; why is said once."""
-    if BACKEND == "torch" or (BACKEND == "auto" and not latent.is_cuda):
+    if not asks_for_kernels(latent) or q_latent.shape[2] > MAX_TOKENS:
+        # of many tokens, a part of a prompt, matrix products make enough
         return None
-    if triton_latent_attention is None:
-        reason = "triton is not installed (pip install triton)"
-    elif q_latent.shape[2] > MAX_TOKENS:
-        # a part of a prompt: matrix products are fast enough
-        return None
-    else:
-        reason = unsupported_by_kernel(q_latent.transpose(1, 2), q_shared.transpose(1, 2), latent, shared, mask)
-    if reason is None:
-        return triton_latent_attention
-    if BACKEND == "triton":
-        raise ValueError(f"KDA_BACKEND=triton, but the kernel cannot run this call: {reason}")
-    if not is_torchdynamo_compiling():
-        logger.warning_once(f"Latent attention decodes in PyTorch, slower than with the Triton kernel: {reason}")
+    reason = "triton is not installed (pip install triton)"
+    if triton_latent_attention is not None:
+        reason = unsupported(q_latent.transpose(1, 2), q_shared.transpose(1, 2), latent, shared, visible)
+    return triton_latent_attention if reason is None else fall_back("decoding of latent attention", reason)
 
 
 def _multi_query(q_latent, q_shared, latent, shared, visible, whole):
@@ -242,6 +234,7 @@ def _visible(mask, T, S, device, seen, causal=True):
         return mask
     if mask is not None:
         mask = F.pad(mask != 0, (0, S - mask.shape[1]))[:, None, None]
+        mask = mask.expand(-1, -1, T, -1)
     if seen is None and (T == 1 or not causal):
         return mask
     keys, end = torch.arange(S, device=device), S if seen is None else seen

@@ -144,6 +144,20 @@ def test_masks_are_honoured(kind, form):
     assert_different(actual[:1, 3:], mixer(x[:1])[0][:, 3:])
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+def test_a_static_cache_without_a_mask_where_numbers_are_hidden(implementation, monkeypatch):
+    """As in compiled prefill and CUDA graphs: only the device knows how many tokens there are."""
+    mixer, x = make_mixer(_attn_implementation=implementation), inputs()
+    monkeypatch.setattr(latent_mixer, "numbers_are_hidden", lambda: True)
+    mixer.config._attn_implementation = "sdpa"
+    expected, _ = mixer(x)
+    cache = make_cache("static")
+    first = mixer(x[:, :4], cache=cache)[0]
+    mixer.config._attn_implementation = implementation
+    rest = decode(mixer, x[:, 4:], [1, 2, 2], cache)
+    assert_same(torch.cat([first, rest], 1), expected, EXACT)
+
+
 def test_a_mask_of_padded_keys_as_flash_attention_takes_it():
     mixer, x = make_mixer(_attn_implementation="flash_attention_2"), inputs(1)
     q, (latent, shared) = mixer._queries(x)[:, :, -2:], mixer._latents(x)
@@ -398,3 +412,19 @@ def test_what_generation_does_to_a_cache(fields):
     decode(mixer, x, [6, 2], static)
     static.crop(-2)
     assert_same(decode(mixer, x[:, 6:], [2, 1], static), expected[:, 6:], EXACT)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "triton", "nonsense"])
+def test_the_kernel_is_used_where_it_can_be_and_missed_aloud(backend, monkeypatch):
+    """On a CPU the kernel cannot run: `triton` insists on it, `auto` does not ask for it there."""
+    monkeypatch.setattr("modeling_kda.ops.BACKEND", backend)
+    mixer, x, cache = make_mixer(torch.float32), inputs(dtype=torch.float32), make_cache()
+    mixer(x[:, :8], cache=cache)
+    if backend in ("torch", "auto"):
+        assert_same(mixer(x[:, 8:], cache=cache)[0], mixer(x)[0][:, 8:])
+        return
+    with pytest.raises(ValueError, match="KDA_BACKEND"):
+        mixer(x[:, 8:], cache=cache)
+    # eager attention gives its weights, which the kernel does not have
+    mixer.config._attn_implementation = "eager"
+    assert mixer(x[:, 8:], cache=cache)[1] is not None
