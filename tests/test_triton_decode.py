@@ -294,6 +294,20 @@ def interpreted_errors():
         decode.triton_decode_step(**tensors, **{**options, "activation": "gelu"})
 
 
+def interpreted_operator_declares_what_it_does():
+    check_operator("cpu")
+
+
+def check_operator(device):
+    """Shapes, dtypes and what it replaces, as torch checks them; with and without what is optional."""
+    for taps in (4, 0):
+        x, _ = step_inputs(1, 1, 2, 8, 4, device=device, taps=taps, norm=taps > 0)
+        names = "q", "k", "v", "state", "window", "beta_logits", "decay_logits", "A_log", "dt_bias", "norm_weight"
+        tensors = [x.get(name) for name in (*names, "gate_logits")]
+        tensors[5:5] = x.get("conv_weights", [None] * 3)
+        torch.library.opcheck(decode.decode_step_op, (*tensors, True, True, 1, 1, False, 0.0, 0.5, NORM_EPS))
+
+
 def test_under_the_interpreter():
     run_interpreted(__file__)
 
@@ -352,6 +366,11 @@ def test_many_sequences():
 @on_gpu
 def test_strided_inputs():
     check_strided("cuda")
+
+
+@on_gpu
+def test_operator_declares_what_it_does():
+    check_operator("cuda")
 
 
 @on_gpu

@@ -174,6 +174,23 @@ def interpreted_errors():
             layers.triton_gated_norm(*arguments, eps=EPS)
 
 
+def interpreted_operators_declare_what_they_do():
+    check_operators("cpu")
+
+
+def check_operators(device):
+    """Shapes, dtypes, aliases and gradients, as torch checks them; with and without what is optional."""
+    x, window = torch.randn(2, 5, 6, device=device), torch.randn(2, 3, 6, device=device)
+    weight, age = torch.randn(6, 1, 4, device=device), packed_age(2, 5).to(device)
+    x, window, weight = (tensor.requires_grad_() for tensor in (x, window, weight))
+    o, gain, gate = torch.randn(2, 5, 3, 2, device=device), torch.randn(2, device=device), torch.randn_like(x)
+    o, gain, gate = (tensor.requires_grad_() for tensor in (o, gain, gate))
+    for optional in ((window, age), (None, None)):
+        torch.library.opcheck(layers.short_convolution_op, (x, weight, *optional, 1))
+    for optional in (gate, None):
+        torch.library.opcheck(layers.gated_norm_op, (o, gain, optional, EPS))
+
+
 def test_under_the_interpreter():
     run_interpreted(__file__)
 
@@ -218,6 +235,11 @@ def test_convolution_of_packed_documents_with_a_window():
 @on_gpu
 def test_window_is_handed_on():
     check_pieces("cuda")
+
+
+@on_gpu
+def test_operators_declare_what_they_do():
+    check_operators("cuda")
 
 
 @on_gpu
