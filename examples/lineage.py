@@ -29,7 +29,9 @@ from modeling_kda.conversion.files import load_model, load_tokenizer, read_text,
 from modeling_kda.conversion.upcycle import upcycle
 
 HERE = Path(__file__).parent
-LINEAGE = ["softmax", "linear", "delta", "ssd", "gated_delta", "kda", "gated_delta,softmax", "kda*3,softmax"]
+LINEAGE = ["softmax", "linear", "delta", "ssd", "gated_delta", "kda", "gated_delta,softmax", "kda*3,softmax", "kimi"]
+# parts of Kimi K3 that start without a change
+K3_PARTS = {"mla_output_gate": True, "attention_residual": "block", "experts": "latent", "num_experts": 4}
 MEMORY_TOKENS = (1024, 32 * 1024, 1024 * 1024)
 PROMPT = "The old man looked at the sea, and"
 # in float64; what is left is rounding
@@ -109,11 +111,11 @@ class Walk:
         self.resumed = (self.output / "students").exists()
         write_json(noted, self.settings)
 
-    def convert(self, name, stages):
-        """The folder of the teacher with other mixers."""
+    def convert(self, name, stages, source=None, **choices):
+        """The folder of the teacher, or of another source, with other mixers."""
         folder = self.output / "students" / name / "converted"
         if not folder.exists():
-            upcycle(self.options.teacher, folder, stages)
+            upcycle(source or self.options.teacher, folder, stages, **choices)
         return folder
 
     def prove(self):
@@ -133,6 +135,12 @@ class Walk:
         one = exact(self.convert("last-layer", ["softmax"] * (layers - 1) + ["kda"]))
         pairs = zip(hidden_states(one, ids)[:layers], hidden_states(kept, ids)[:layers], strict=True)
         check("last layer converted: those below are untouched", max(distance(a, b) for a, b in pairs), limit=0.0)
+        # stored in float64: mla sums biases, and the shipped ones are bfloat16
+        kept.save_pretrained(self.output / "students" / "float64")
+        latent = self.convert("mla", "mla", self.output / "students" / "float64")
+        check("a latent as wide as the model (mla) = GPT-2", distance(exact(latent)(ids).logits, gpt2(ids).logits))
+        k3 = self.convert("k3", "mla", latent, **K3_PARTS)
+        check("Kimi K3's gate, experts and residuals added = GPT-2", distance(exact(k3)(ids).logits, gpt2(ids).logits))
         for pattern in self.options.stages:
             model = exact(self.convert(slug(pattern), parse_stages(pattern, layers)))
             expected = model(ids, use_cache=False).logits

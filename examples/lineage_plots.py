@@ -14,7 +14,8 @@ KEPT, HYBRID, RECURRENT = "#b3541e", "#7a5195", "#00717a"
 
 
 def color_of(stages):
-    return KEPT if set(stages) == {"softmax"} else HYBRID if "softmax" in stages else RECURRENT
+    attention = {"softmax", "mla"} & set(stages)
+    return RECURRENT if not attention else KEPT if attention == set(stages) else HYBRID
 
 
 def plot_cache(configs, path):

@@ -25,7 +25,7 @@ def results(tmp_path_factory):
 
 def test_the_identities_hold_and_are_all_there(results):
     identities = results[1]["identities"]
-    assert len(identities) == 2 + 2 * 2 and all(value < 1e-9 for value in identities.values())
+    assert len(identities) == 4 + 2 * 2 and all(value < 1e-9 for value in identities.values())
     assert identities["last layer converted: those below are untouched"] == 0.0
 
 
