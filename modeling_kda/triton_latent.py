@@ -122,7 +122,7 @@ def _launch(
             *strides(q_latent, 3), *strides(q_shared, 3), *strides(latent, 2), *strides(shared, 2), *s_m,
             0 if seen is None or seen.numel() == 1 else 1,
             R=R, P=P, MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
-            HAS_SEEN=seen is not None, CAUSAL=causal and T > 1, TMA=tma, **options,
+            HAS_SEEN=seen is not None, CAUSAL=causal and T > 1, ONE_TOKEN=T == 1, TMA=tma, **options,
         )  # fmt: skip
         BC = min(64, options["BR"])
         combine_kernel[(B * rows, triton.cdiv(R, BC))](
@@ -156,9 +156,10 @@ def _config(rows, R, P, latent):
     block = BS * (BR + BP) * size
     fixed = (BN * (BR + BP) + BS * BN) * size
     sizes = {"BN": BN, "BR": BR, "BP": BP}
-    # two programs share a processor: one computes while the other waits for its block
-    if tma and block + fixed <= room // 2:
-        return 2 * _processors(latent.device), True, {**sizes, "BS": BS, "num_warps": 4, "num_stages": 1}
+    # programs share a processor: some compute while others wait for their block
+    resident = min(2 if BR > 256 else 4, room // (block + fixed))
+    if tma and resident > 1:
+        return resident * _processors(latent.device), True, {**sizes, "BS": BS, "num_warps": 4, "num_stages": 1}
     if BS == 64 and block + fixed + 4096 > room:
         BS, block = 32, block // 2
     stages = max(1, min(3, (room - fixed - 4096) // block))
@@ -199,7 +200,7 @@ def latent_attention_kernel(
     scale, S, T, H, blocks, splits, s_sums,                                                  # numbers
     s_qb, s_qt, s_qh, s_pb, s_pt, s_ph, s_cb, s_cs, s_kb, s_ks, s_mb, s_mt, s_ms, s_nb,      # strides
     BN: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    MASK: tl.constexpr, HAS_SEEN: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, HAS_SEEN: tl.constexpr, CAUSAL: tl.constexpr, ONE_TOKEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: BN rows (heads of new tokens) of one sequence, one part of its keys."""
     # torch.compile hands numbers over in fp64
@@ -254,11 +255,15 @@ def latent_attention_kernel(
         b_a *= scale
         m_a = m_s[:, None] & m_n[None, :]
         if MASK > 0:
-            p_m = mask + i_b * s_mb + (i_start + o_s)[:, None] * s_ms + (i_t * s_mt)[None, :]
+            # one number per key where all rows are of one token
+            p_m = mask + i_b * s_mb + (i_start + o_s)[:, None] * s_ms
+            if not ONE_TOKEN:
+                p_m += (i_t * s_mt)[None, :]
+            m_m = m_s[:, None] if ONE_TOKEN else m_a
             if MASK == 1:
-                m_a &= tl.load(p_m, mask=m_a, other=0) != 0
+                m_a &= tl.load(p_m, mask=m_m, other=0) != 0
             else:
-                b_a += tl.load(p_m, mask=m_a, other=0.0).to(tl.float32) * 1.4426950408889634
+                b_a += tl.load(p_m, mask=m_m, other=0.0).to(tl.float32) * 1.4426950408889634
         elif CAUSAL:
             m_a &= (start + o_s)[:, None] <= (end - T + i_t)[None, :]
         b_a = tl.where(m_a, b_a, -float("inf"))
