@@ -57,11 +57,48 @@ def tiny_model(stages="kda", seed=0, model_class=KDAForCausalLM, **overrides):
         "pad_token_id": 0,
     }
     config = KDAConfig(**{**fields, "stages": stages, "num_hidden_layers": len(stages), **overrides})
-    model = model_class(config).eval()
+    return wake_model(model_class(config).eval(), seed)
+
+
+def tiny_kimi(preset, seed=0, model_class=KDAForCausalLM, **overrides):
+    """Kimi Linear or Kimi K3 in small, as `tiny_model`: five layers with every kind of module that they have.
+
+    preset: "kimi_linear_48b" or "kimi_k3". overrides: fields of KDAConfig.
+    """
+    latent = {"routed_expert_hidden_size": 16, "q_lora_rank": 20, "attention_residual_block_size": 2}
+    fields = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "moe_intermediate_size": 16,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **(latent if preset == "kimi_k3" else {}),
+    }
+    config = getattr(KDAConfig, preset)(**{**fields, **overrides})
+    return wake_model(model_class(config).eval(), seed)
+
+
+def wake_model(model, seed):
+    """Gives every parameter a value that matters, in place, and every router a bias that decides."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             wake(name, parameter, generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("selection_bias"):
+                wake(name, buffer, generator)
     return model
 
 
