@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from modeling_kda.configuration_kda import KDAConfig
 from modeling_kda.modeling_kda import KDAForCausalLM
@@ -18,8 +17,9 @@ from modeling_kda.modeling_kda import KDAForCausalLM
 from .checkpoint import Checkpoint
 from .expressible import TITLES, check_expressible
 from .fla_config import from_fla_config, to_fla_config
+from .kda_weights import model_shapes, parse_config
 from .kimi_config import from_kimi_config, to_kimi_config
-from .kimi_weights import FORMATS, Stretches, model_shapes, name_table
+from .kimi_weights import FORMATS, Stretches, name_table
 from .model_folder import (
     MAX_SHARD_BYTES,
     copy_generation_config,
@@ -133,7 +133,7 @@ class SourceModel:
 
     def _read_config(self, config):
         if self.format == "ours":
-            return _our_config(config)
+            return parse_config(config)
         if self.format == "fla":
             biases = [name for name in self.stored.shapes if name.endswith("attn.g_proj.1.bias")]
             return from_fla_config(config, gate_bias=not all(self.stored.is_zero(name) for name in biases))
@@ -147,6 +147,8 @@ class SourceModel:
         return config
 
     def _same(self, one, other):
+        if self.stored.dtypes[one] != self.stored.dtypes[other]:
+            return False
         total, row = prod(self.stored.shapes[one]), self.stored.shapes[one][-1]
         step = max(1, PIECE // row) * row
         pieces = ((start, min(step, total - start)) for start in range(0, total, step))
@@ -283,11 +285,3 @@ def _format_of(config, names):
         )
     native = ("self_attn.conv1d.", ".forget_gate.", ".mlp.experts.", ".mlp.gate.", ".mlp.shared_experts.")
     return "kimi_linear" if any(part in name for name in names for part in native) else "moonshot"
-
-
-def _our_config(config):
-    try:
-        return KDAConfig.from_dict(config)
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"config.json is no valid {KDAConfig.model_type} configuration: {reason}") from error

@@ -9,6 +9,21 @@ from modeling_kda.modeling_kda import KDAForCausalLM
 from .checkpoint import Checkpoint, listed
 
 
+def parse_config(stored: dict) -> KDAConfig:
+    """The configuration in a `config.json` of ours. Raises: ValueError, in one line, if it is none."""
+    try:
+        return KDAConfig.from_dict(stored)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config.json is no valid {KDAConfig.model_type} configuration: {reason}") from error
+
+
+def model_shapes(config: KDAConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of our model by name, the tied head included, made without memory for it."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in KDAForCausalLM(config).state_dict().items()}
+
+
 class KDAWeights:
     """The checkpoint of a `KDAForCausalLM`.
 
@@ -22,13 +37,8 @@ class KDAWeights:
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
-        try:
-            self.config = KDAConfig.from_dict(checkpoint.config)
-        except (StrictDataclassError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"config.json is no valid {KDAConfig.model_type} configuration: {reason}") from error
-        with torch.device("meta"):
-            expected = {name: tuple(t.shape) for name, t in KDAForCausalLM(self.config).state_dict().items()}
+        self.config = parse_config(checkpoint.config)
+        expected = model_shapes(self.config)
         if self.config.tie_word_embeddings:
             del expected["lm_head.weight"]
         self._names = list(expected)

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
 
-import torch
-
 from modeling_kda.configuration_kda import KDAConfig
-from modeling_kda.modeling_kda import KDAForCausalLM
 
 from .kimi_config import is_k3
 
@@ -150,19 +147,13 @@ class NameTable:
         self.spans.append(Span(ours, ours_start, stored, stored_start, count))
 
 
-def model_shapes(config: KDAConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of our model by name, made without memory for it."""
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in KDAForCausalLM(config).state_dict().items()}
-
-
 def name_table(config: KDAConfig, form: str, ours: dict[str, tuple[int, ...]], *, prefix: bool = True) -> NameTable:
     """The table between our model of this configuration and the same model in another format.
 
     Args:
         config: of a model that `check_expressible` lets pass, unless `form` is "ours".
         form: one of `FORMATS`.
-        ours: what `model_shapes` says.
+        ours: shape of every tensor of ours by name, see `kda_weights.model_shapes`.
         prefix: whether released names of a K3 start with `language_model.`, as in the file.
     """
     table = NameTable(dict(ours))

@@ -24,8 +24,9 @@ from modeling_kda import KDAForCausalLM
 from modeling_kda.conversion import tensor_files
 from modeling_kda.conversion.cli import main
 from modeling_kda.conversion.convert import convert
+from modeling_kda.conversion.kda_weights import model_shapes
 from modeling_kda.conversion.kimi_config import from_kimi_config
-from modeling_kda.conversion.kimi_weights import model_shapes, name_table
+from modeling_kda.conversion.kimi_weights import name_table
 from modeling_kda.conversion.mxfp4 import dequantise, quantise
 from modeling_kda.conversion.stored_tensors import StoredTensors
 

@@ -17,8 +17,9 @@ from transformers import KimiLinearConfig
 from modeling_kda import KDAConfig
 from modeling_kda.conversion.expressible import check_expressible
 from modeling_kda.conversion.fla_config import from_fla_config, to_fla_config
+from modeling_kda.conversion.kda_weights import model_shapes
 from modeling_kda.conversion.kimi_config import from_kimi_config, is_k3, to_kimi_config
-from modeling_kda.conversion.kimi_weights import Stretches, model_shapes, name_table
+from modeling_kda.conversion.kimi_weights import Stretches, name_table
 
 K3 = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "text_config": K3_TEXT}
 FLA = {
@@ -228,6 +229,9 @@ def test_configurations_of_fla_come_back():
         written = to_fla_config(config)
         assert {name: written[name] for name in change} == change
         assert from_fla_config(written).to_dict() == config.to_dict()
+    # fla's own default is 1e-6 and its layer's 1e-5: only the file knows
+    with pytest.raises(ValueError, match="config.json lacks norm_eps"):
+        from_fla_config(without(FLA, "norm_eps"))
     assert from_fla_config(without(FLA, "intermediate_size")).intermediate_size == 256
     assert from_fla_config(FLA | {"attnres_block_size": 4}).attention_residual_block_size == 2
     assert from_fla_config(FLA | {"attnres_block_size": 1}).attention_residual == "full"
