@@ -205,18 +205,20 @@ def latent_attention_kernel(
     """One program: BN rows (heads of new tokens) of one sequence, one part of its keys."""
     # torch.compile hands numbers over in fp64
     scale = tl.cast(scale, tl.float32)
-    i_p = tl.program_id(0).to(tl.int64)
-    i_n, i_s, i_b = i_p % blocks, i_p // blocks % splits, i_p // blocks // splits
-    o_n = i_n * BN + tl.arange(0, BN)
+    # divisions in 32 bits: those in 64 are long programs of their own
+    i_p = tl.program_id(0)
+    o_n = i_p % blocks * BN + tl.arange(0, BN)
     m_n = o_n < T * H
-    i_t, i_h = o_n // H, o_n % H
+    i_t, i_h = (o_n // H).to(tl.int64), (o_n % H).to(tl.int64)
+    i_s, i_b = i_p // blocks % splits, (i_p // blocks // splits).to(tl.int64)
     end = tl.cast(S, tl.int32)
     if HAS_SEEN:
         end = tl.minimum(tl.load(seen + i_b * s_nb).to(tl.int32), end)
     part = tl.cdiv(tl.cdiv(end, BS), splits) * BS
-    first = i_s.to(tl.int32) * part
+    first = i_s * part
     last = tl.minimum(first + part, end)
-    p_sums = sums + (i_b * splits + i_s) * T * H + o_n
+    i_part = (i_b * splits + i_s) * T * H
+    p_sums = sums + i_part + o_n
 
     o_r, o_k, o_s = tl.arange(0, BR), tl.arange(0, BP if P > 0 else 16), tl.arange(0, BS)
     m_r, m_k = o_r < R, o_k < P
@@ -265,7 +267,7 @@ def latent_attention_kernel(
             else:
                 b_a += tl.load(p_m, mask=m_m, other=0.0).to(tl.float32) * 1.4426950408889634
         elif CAUSAL:
-            m_a &= (start + o_s)[:, None] <= (end - T + i_t)[None, :]
+            m_a &= (start + o_s)[:, None] <= (end - T + o_n // H)[None, :]
         b_a = tl.where(m_a, b_a, -float("inf"))
         b_new = tl.maximum(b_max, tl.max(b_a, 0))
         # a row that has seen nothing yet must not subtract infinities
@@ -279,7 +281,7 @@ def latent_attention_kernel(
     tl.store(p_sums, b_max, mask=m_n)
     tl.store(p_sums + s_sums, b_sum, mask=m_n)
     # a row that has seen nothing is not written: its maximum says so
-    p_o = partial + ((i_b * splits + i_s) * T * H + o_n)[None, :] * R + o_r[:, None]
+    p_o = partial + i_part * R + (o_n[None, :] * R + o_r[:, None])
     tl.store(p_o, b_o, mask=m_r[:, None] & (m_n & (b_sum > 0.0))[None, :])
 
 
@@ -290,8 +292,8 @@ def combine_kernel(
     R: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """One program: BC channels of one row of one sequence, all parts."""
-    i_p, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_b, i_n = i_p // rows, i_p % rows
+    i_p, i_c = tl.program_id(0), tl.program_id(1)
+    i_b, i_n = (i_p // rows).to(tl.int64), i_p % rows
     o_p, o_c = tl.arange(0, BP), i_c * BC + tl.arange(0, BC)
     m_c = o_c < R
     p_max = sums + i_b * splits * rows + i_n
@@ -309,5 +311,5 @@ def combine_kernel(
         b_part = tl.load(p_o, mask=(b_w > 0.0)[:, None] & m_c[None, :], other=0.0)
         b_o += tl.sum(b_part * b_w[:, None], 0)
     b_o = tl.where(b_total > 0.0, b_o / tl.where(b_total > 0.0, b_total, 1.0), 0.0)
-    p_out = out + i_b * s_ob + i_n // H * s_ot + i_n % H * s_oh + o_c
+    p_out = out + i_b * s_ob + (i_n // H).to(tl.int64) * s_ot + (i_n % H).to(tl.int64) * s_oh + o_c
     tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_c)
