@@ -125,7 +125,7 @@ def kl_divergence(teacher_logits, student_logits):
 
 
 def mixer_trace(model, input_ids):
-    """What enters each layer of a model, and what its mixer (attention) adds to it.
+    """What each mixer (attention) of a model reads, before its norm, and what it gives.
 
     Args:
         model: one of our models, or a GPT-2 of transformers.
@@ -137,8 +137,9 @@ def mixer_trace(model, input_ids):
     layers = base.layers if hasattr(base, "layers") else base.h
     hidden, outputs, hooks = [], [], []
     for layer in layers:
-        mixer = layer.mixer if hasattr(layer, "mixer") else layer.attn
-        hooks.append(layer.register_forward_pre_hook(lambda module, args: hidden.append(args[0])))
+        norm, mixer = (layer.mixer_norm, layer.mixer) if hasattr(layer, "mixer") else (layer.ln_1, layer.attn)
+        # not what enters the layer: with attention residuals that is another thing
+        hooks.append(norm.register_forward_pre_hook(lambda module, args: hidden.append(args[0])))
         hooks.append(mixer.register_forward_hook(lambda module, args, result: outputs.append(result[0])))
     try:
         base(input_ids=input_ids, use_cache=False)

@@ -131,7 +131,7 @@ def test_the_trace_is_what_gpt2_computes():
     first = teacher.transformer.h[0]
     with torch.no_grad():
         states = teacher(ids, output_hidden_states=True).hidden_states
-        hooks = len(first._forward_pre_hooks), len(first.attn._forward_hooks)
+        hooks = len(first.ln_1._forward_pre_hooks), len(first.attn._forward_hooks)
         trace = mixer_trace(teacher, ids)
         for i, (hidden, output) in enumerate(trace):
             assert torch.equal(hidden, states[i])
@@ -142,7 +142,16 @@ def test_the_trace_is_what_gpt2_computes():
             expected = states[i + 1] if i + 1 < len(trace) else None
             if expected is not None:
                 assert torch.allclose(after_attention + mlp, expected, atol=1e-5)
-    assert (len(first._forward_pre_hooks), len(first.attn._forward_hooks)) == hooks
+    assert (len(first.ln_1._forward_pre_hooks), len(first.attn._forward_hooks)) == hooks
+
+
+def test_the_trace_is_what_mixers_read_where_residuals_are_mixtures():
+    model, ids = tiny_student(["mla", "kda", "mla"], num_hidden_layers=3, attention_residual="full"), UNEVEN[0][None]
+    with torch.no_grad():
+        for residual in (layer.mixer_residual for layer in model.model.layers):
+            residual.query.normal_()
+        for layer, (hidden, output) in zip(model.model.layers, mixer_trace(model, ids), strict=True):
+            assert torch.allclose(layer.mixer(layer.mixer_norm(hidden))[0], output, atol=1e-6)
 
 
 def test_variances_leave_constants_out():

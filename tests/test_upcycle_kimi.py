@@ -123,6 +123,16 @@ def test_parts_added_to_a_hybrid_change_nothing(source, gpt2, dtype, tmp_path, p
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in mixers.items())
 
 
+def test_kept_attention_of_a_hybrid_becomes_latent_later(source, gpt2, dtype, tmp_path):
+    upcycle(source, tmp_path / "softmax", ["kda", "kda", "kda", "softmax"])
+    upcycle(tmp_path / "softmax", tmp_path / "later", HYBRID)
+    upcycle(source, tmp_path / "at_once", HYBRID)
+    softmax, later, at_once = (load(tmp_path / name, dtype) for name in ("softmax", "later", "at_once"))
+    ids = random_ids(gpt2)
+    assert largest_difference(logits(later, ids), logits(softmax, ids)) <= IDENTITY[dtype]
+    assert all(torch.equal(t, at_once.state_dict()[name]) for name, t in later.state_dict().items())
+
+
 def test_every_new_part_can_learn(small_source, tmp_path):
     choices, experts = EXACT["everything"]
     upcycle(small_source, tmp_path / "out", HYBRID, experts=experts, **choices)
@@ -401,13 +411,13 @@ def test_from_a_gpt2_to_a_kimi_that_writes(tmp_path, capsys):
     ]
     for command in commands:
         assert main(command.split()) == 0, capsys.readouterr().err
+    assert "latents keep 99." in capsys.readouterr().out
     evaluation = json.loads((tmp_path / "e.json").read_text())
     assert evaluation["model"]["stages"] == HYBRID
     assert math.isfinite(evaluation["perplexity"]["perplexity"])
     # one latent of 96 channels a token, and states of a fixed size
     short, long = (row["bytes"] for row in evaluation["cache"]["by_formula"][:2])
     assert long - short == (32 - 1) * 1024 * 96 * 4
-    capsys.readouterr()
     # 512 positions are all that the teacher has
     assert main(["generate", f"{tmp_path}/healed", "Alice was " * 200, "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("Alice was Alice was")
