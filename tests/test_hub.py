@@ -19,6 +19,17 @@ from modeling_kda import STAGES, KDAForCausalLM, KDAForSequenceClassification, K
 
 ROOT = Path(__file__).parent.parent
 STAGES_IN_USE = [*STAGES, "kda"]
+# what Kimi K3 has besides them
+MODULES = {
+    "attention_residual": "block",
+    "attention_residual_block_size": 3,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 16,
+    "routed_expert_hidden_size": 16,
+    "mlp_gated": True,
+    "hidden_act": "situ",
+}
 SAVED = {
     "AutoModel": KDAModel,
     "AutoModelForSequenceClassification": KDAForSequenceClassification,
@@ -79,7 +90,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     loads = []
     for auto_class, model_class in SAVED.items():
-        model = tiny_model(STAGES_IN_USE, model_class=model_class)
+        model = tiny_model(STAGES_IN_USE, model_class=model_class, **MODULES)
         model.save_pretrained(folder / auto_class)
         loads.append(remember(model, auto_class, folder / auto_class, folder))
     model.name_or_path = str(folder / "AutoModelForCausalLM")
