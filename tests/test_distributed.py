@@ -17,6 +17,7 @@ from modeling_kda import KDAForCausalLM
 STAGES_IN_USE = ["kda", "softmax", "ssd"]
 # what transformers shards
 SOURCE = {"stages": [*STAGES_IN_USE, "mla"], "mlp_gated": True, "q_lora_rank": 8, "mla_output_gate": True}
+SOURCE |= {"attention_residual": "block", "attention_residual_block_size": 2}
 WORLD = 2
 PLANS = {"tensor_parallel": {"tp_size": WORLD, "tp_plan": "auto"}, "fully_sharded": {"fsdp_size": WORLD}}
 # gradients of two halves added instead of one sum
