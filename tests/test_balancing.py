@@ -133,8 +133,12 @@ def test_a_step_without_tokens_changes_nothing(name):
     assert torch.equal(router.selection_bias, before)
 
 
-def model_with_experts(**overrides):
-    return tiny_model(["kda", "softmax"], **{**EXPERTS, **overrides}).train()
+def model_with_experts(stages=("kda", "softmax"), **overrides):
+    """In training mode, and with biases of zero: the rules set them."""
+    model = tiny_model(list(stages), **{**EXPERTS, **overrides}).train()
+    for layer in model.model.layers:
+        layer.mlp.router.selection_bias.zero_()
+    return model
 
 
 def biases(model):
@@ -219,7 +223,7 @@ def test_a_rule_must_say_how_the_bias_follows():
 
 
 def test_hooks_are_part_of_one_compiled_graph():
-    plain, compiled = (tiny_model(["softmax"], **EXPERTS).train() for _ in range(2))
+    plain, compiled = (model_with_experts(["softmax"]) for _ in range(2))
     for model in (plain, compiled):
         rule = QuantileBalancing()
         rule.attach(model)
