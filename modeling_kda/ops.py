@@ -19,16 +19,11 @@ from .layers import gated_norm as torch_gated_norm
 from .layers import short_convolution as torch_short_convolution
 
 try:
-    from .triton_decode import MAX_TOKENS, triton_decode_step, triton_recurrent_delta_rule, unsupported_step
+    from .triton_decode import MAX_TOKENS, run_decode_step, triton_recurrent_delta_rule, unsupported_step
     from .triton_decode import unsupported as unsupported_by_recurrent
     from .triton_delta_rule import triton_chunk_delta_rule, triton_chunk_delta_rule_from_logits
     from .triton_delta_rule import unsupported as unsupported_by_chunk
-    from .triton_layers import (
-        triton_gated_norm,
-        triton_short_convolution,
-        unsupported_convolution,
-        unsupported_norm,
-    )
+    from .triton_layers import run_gated_norm, run_short_convolution, unsupported_convolution, unsupported_norm
 except ImportError:
     triton_chunk_delta_rule = triton_recurrent_delta_rule = None
 
@@ -47,7 +42,7 @@ def short_convolution(x, weight, window=None, *, age=None, activation=None):
     if asks_for_kernels(x):
         reason = why_not(lambda: unsupported_convolution(x, weight, window, age=age, activation=activation))
         if reason is None:
-            return triton_short_convolution(x, weight, window, age=age, activation=activation)[0]
+            return run_short_convolution(x, weight, window, age=age, activation=activation)
         fall_back("short convolution", reason)
     return torch_short_convolution(x, weight, window, age=age, activation=activation)
 
@@ -57,7 +52,7 @@ def gated_norm(o, weight=None, gate=None, *, eps=0.0):
     if asks_for_kernels(o) and weight is not None:
         reason = why_not(lambda: unsupported_norm(o, weight, gate))
         if reason is None:
-            return triton_gated_norm(o, weight, gate, eps=eps)
+            return run_gated_norm(o, weight, gate, eps=eps)
         fall_back("norm of the outputs", reason)
     return torch_gated_norm(o, weight, gate, eps=eps)
 
@@ -70,7 +65,7 @@ def decode_step(q, k, v, state, window, conv_weights, **arguments):
     if q.shape[1] != 1 or not asks_for_kernels(q) or triton_chunk_delta_rule is None:
         return None
     given = q, k, v, state, window, conv_weights
-    return None if unsupported_step(*given, **arguments) else triton_decode_step(*given, **arguments)
+    return None if unsupported_step(*given, **arguments) else run_decode_step(*given, **arguments)
 
 
 def takes_logits(q, k, v, beta_logits, gate_logits, state):

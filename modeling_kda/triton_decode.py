@@ -223,6 +223,16 @@ def triton_decode_step(
     reason = unsupported_step(*given, write=write, activation=activation, lower_bound=lower_bound)
     if reason:
         raise ValueError(reason)
+    options = {"activation": activation, "lower_bound": lower_bound, "scale": scale, "eps": eps}
+    return run_decode_step(*given, erase=erase, unit_keys=unit_keys, write=write, **options)
+
+
+def run_decode_step(
+    q, k, v, state, window=None, conv_weights=None, beta_logits=None, decay_logits=None, A_log=None, dt_bias=None,
+    norm_weight=None, gate_logits=None,
+    *, erase, unit_keys, write="beta", activation=None, lower_bound=None, scale=None, eps=1e-5,
+):  # fmt: skip
+    """`triton_decode_step` without checks: for callers that have asked `unsupported_step`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     bounded, bound = lower_bound is not None, 0.0 if lower_bound is None else lower_bound
     options = erase, unit_keys, WRITES[write], ACTIVATIONS[activation], bounded, float(bound), float(scale), float(eps)

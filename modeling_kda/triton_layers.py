@@ -52,13 +52,18 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
     reason = unsupported_convolution(x, weight, window, age=age, activation=activation)
     if reason:
         raise ValueError(reason)
-    run = short_convolution_op if needs_operator(x, weight, window) else _convolve
-    y = run(x, weight, window, age, ACTIVATIONS[activation])
+    y = run_short_convolution(x, weight, window, age=age, activation=activation)
     before = weight.shape[-1] - 1
     if x.shape[1] >= before:
         return y, x[:, x.shape[1] - before :]
     window = x.new_zeros(x.shape[0], before, x.shape[2]) if window is None else window.to(x.dtype)
     return y, torch.cat([window, x], 1)[:, x.shape[1] :]
+
+
+def run_short_convolution(x, weight, window=None, *, age=None, activation=None):
+    """y alone, without checks: for callers that have asked `unsupported_convolution`."""
+    run = short_convolution_op if needs_operator(x, weight, window) else _convolve
+    return run(x, weight, window, age, ACTIVATIONS[activation])
 
 
 def unsupported_convolution(x, weight, window=None, *, age=None, activation=None):
@@ -359,6 +364,11 @@ def triton_gated_norm(o, weight, gate=None, *, eps):
     reason = unsupported_norm(o, weight, gate)
     if reason:
         raise ValueError(reason)
+    return run_gated_norm(o, weight, gate, eps=eps)
+
+
+def run_gated_norm(o, weight, gate=None, *, eps):
+    """`triton_gated_norm` without checks: for callers that have asked `unsupported_norm`."""
     run = gated_norm_op if needs_operator(o, weight, gate) else _gated_norm
     return run(o, weight, gate, float(eps))
 

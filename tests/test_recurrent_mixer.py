@@ -39,8 +39,8 @@ def build(case, heads=1, layers=1, **overrides):
 class Backends:
     """Runs a function with the kernels and without them, and counts the calls of kernels."""
 
-    FUNCTIONS = ("triton_decode_step", "triton_chunk_delta_rule_from_logits", "triton_chunk_delta_rule")
-    FUNCTIONS += ("triton_recurrent_delta_rule", "triton_short_convolution", "triton_gated_norm")
+    FUNCTIONS = ("run_decode_step", "triton_chunk_delta_rule_from_logits", "triton_chunk_delta_rule")
+    FUNCTIONS += ("triton_recurrent_delta_rule", "run_short_convolution", "run_gated_norm")
 
     def __init__(self, monkeypatch):
         self.set = lambda name: monkeypatch.setattr(ops, "BACKEND", name)
@@ -123,8 +123,8 @@ def check_training(backends, case, T, B=1, device="cpu", **build_options):
     assert_same_step(backends(lambda: gradients(model, ids)))
     calls, fields = backends.calls, CASES[case][1]
     convolutions = 0 if fields.get("short_conv_kernel_size") == 0 else 3
-    assert calls.get("triton_short_convolution", 0) == convolutions
-    assert calls.get("triton_gated_norm", 0) == fields.get("output_norm", True)
+    assert calls.get("run_short_convolution", 0) == convolutions
+    assert calls.get("run_gated_norm", 0) == fields.get("output_norm", True)
     inside = case.startswith(("kda", "delta"))
     assert calls.get("triton_chunk_delta_rule_from_logits", 0) == inside
     assert calls.get("triton_chunk_delta_rule", 0) == (not inside)
@@ -143,7 +143,7 @@ def check_decoding(backends, case, prompt, device="cpu", B=2, **build_options):
     assert_same(in_parts(model, ids[:, prompt + 4 :], [1] * 3, cache), expected[:, prompt + 4 :], TWO_PATHS)
     assert cache.get_seq_length() == prompt + 7
     fused = CASES[case][0] != "linear"
-    assert backends.calls.get("triton_decode_step", 0) == 3 * fused
+    assert backends.calls.get("run_decode_step", 0) == 3 * fused
     assert layer.recurrent_states[0].data_ptr() == before[0]
     assert not torch.equal(layer.recurrent_states[0], before[1])
 
@@ -153,13 +153,17 @@ def check_padding(backends, case, T, device="cpu", **build_options):
     model, ids, mask = build(case, **build_options).to(device), tokens(2, T).to(device), padding(2, T, device)
     results = backends(lambda: gradients(model, ids, attention_mask=mask))
     assert_same_step(results)
-    assert backends.calls["triton_short_convolution"] == 3
-    assert backends.calls.get("triton_chunk_delta_rule_from_logits", 0) == case.startswith(("kda", "delta"))
+    _assert_padding_counts_for_nothing(model, ids, mask, results[0])
+    assert backends.calls["run_short_convolution"] == 6
+    assert backends.calls.get("triton_chunk_delta_rule_from_logits", 0) == 2 * case.startswith(("kda", "delta"))
+
+
+def _assert_padding_counts_for_nothing(model, ids, mask, results):
     logits, grads = gradients(model, ids.masked_fill(mask == 0, 7), attention_mask=mask)
-    assert torch.equal(logits, results[0][0])
+    assert torch.equal(logits, results[0])
     for name, gradient in grads.items():
         if ".mixer." in name:
-            assert torch.equal(gradient, results[0][1][name]), name
+            assert torch.equal(gradient, results[1][name]), name
 
 
 def check_packing(backends, case, T, device="cpu", **build_options):
@@ -188,7 +192,7 @@ def check_generation(backends, case, prompt, device="cpu", **build_options):
     (sequences, logits), (expected, expected_logits) = backends(run)
     assert torch.equal(sequences, expected)
     assert_same(logits, expected_logits, TWO_PATHS)
-    assert backends.calls["triton_decode_step"] == 3 * model.config.num_hidden_layers
+    assert backends.calls["run_decode_step"] == 3 * model.config.num_hidden_layers
 
 
 def check_rollback(backends, case, prompt, device="cpu", **build_options):
@@ -206,7 +210,7 @@ def check_rollback(backends, case, prompt, device="cpu", **build_options):
     assert_same(actual, expected, TWO_PATHS)
     backends.set("torch")
     assert_same(expected, in_parts(model, ids, [prompt + 6], None)[:, prompt:], TWO_PATHS)
-    assert "triton_decode_step" not in backends.calls
+    assert "run_decode_step" not in backends.calls
 
 
 def check_watched_layers(backends, device="cpu"):
@@ -220,9 +224,9 @@ def check_watched_layers(backends, device="cpu"):
         in_parts(model, ids, [2, 1], KDACache(model.config))
         handle.remove()
         assert seen == [module] * 2
-    assert "triton_decode_step" not in backends.calls
+    assert "run_decode_step" not in backends.calls
     in_parts(model, ids, [2, 1], KDACache(model.config))
-    assert backends.calls["triton_decode_step"] == 1
+    assert backends.calls["run_decode_step"] == 1
 
 
 def check_gradients_through_the_cache(backends, device="cpu"):
@@ -237,30 +241,42 @@ def check_gradients_through_the_cache(backends, device="cpu"):
         return logits.detach(), gradients_of(model)
 
     assert_same_step(backends(run))
-    assert "triton_decode_step" not in backends.calls
+    assert "run_decode_step" not in backends.calls
 
 
-def check_compiled(monkeypatch, backend, case="kda", device="cpu", budget=TWO_PATHS, **build_options):
-    """One graph for a training step and one for steps of decoding, with the numbers of eager calls."""
+def compile_model(model, backend):
+    """The compiled model, and the code of the graphs that torch makes of it."""
     torch._dynamo.reset()
-    monkeypatch.setattr(ops, "BACKEND", "triton")
     graphs = []
 
     def watched(graph, inputs):
         graphs.append(graph.code)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    model, ids = build(case, position_embedding="none", **build_options).to(device), tokens(1, 24).to(device)
-    compiled = torch.compile(model, fullgraph=True, backend=watched)
+    return torch.compile(model, fullgraph=True, backend=watched), graphs
+
+
+def check_compiled_training(monkeypatch, backend, case, device="cpu", budget=TWO_PATHS, **build_options):
+    monkeypatch.setattr(ops, "BACKEND", "triton")
+    model, ids = build(case, **build_options).to(device), tokens(1, 24).to(device)
+    compiled, graphs = compile_model(model, backend)
     assert_same_step((gradients(compiled, ids), gradients(model, ids)), budget)
-    expected = in_parts(model, ids, [24], None)[:, 20:]
+    (code,) = graphs
+    assert "short_convolution" in code and "gated_norm" in code and "chunk_forward" in code
+
+
+def check_compiled_decoding(monkeypatch, backend, case, device="cpu", budget=TWO_PATHS, **build_options):
+    """One graph for all steps, with one launch per layer between the projections."""
+    monkeypatch.setattr(ops, "BACKEND", "triton")
+    model, ids = build(case, position_embedding="none", **build_options).to(device), tokens(1, 10).to(device)
+    compiled, graphs = compile_model(model, backend)
+    expected = in_parts(model, ids, [10], None)[:, 7:]
     cache = StaticCache(config=model.config, max_cache_len=24)
-    in_parts(model, ids[:, :20], [20], cache)
-    assert_same(in_parts(compiled, ids[:, 20:], [1] * 4, cache), expected, budget)
-    train, decode = graphs
-    assert "short_convolution" in train and "gated_norm" in train and "chunk_forward" in train
-    assert decode.count("decode_step") == model.config.num_hidden_layers and "gated_norm" not in decode
-    torch._dynamo.reset()
+    in_parts(model, ids[:, :7], [7], cache)
+    assert_same(in_parts(compiled, ids[:, 7:], [1] * 3, cache), expected, budget)
+    (code,) = graphs
+    assert code.count("decode_step") == model.config.num_hidden_layers
+    assert "gated_norm" not in code and "short_convolution" not in code
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -271,7 +287,7 @@ def interpreted_training_step(backends, case):
 @pytest.mark.parametrize("case", CASES)
 def interpreted_decoding(backends, case):
     # a prompt of more than 16 tokens has the activations in the kernels
-    check_decoding(backends, case, 17 if case == "kda_bounded" else 3, B=1)
+    check_decoding(backends, case, 17 if case == "kda_bounded" else 2, B=1)
 
 
 @pytest.mark.parametrize("case", KDA)
@@ -299,8 +315,8 @@ def interpreted_gradients_through_the_cache(backends):
     check_gradients_through_the_cache(backends)
 
 
-def interpreted_compilation(monkeypatch):
-    check_compiled(monkeypatch, "aot_eager")
+def interpreted_compiled_decoding(monkeypatch):
+    check_compiled_decoding(monkeypatch, "aot_eager", "kda")
 
 
 def test_under_the_interpreter():
@@ -371,9 +387,10 @@ def test_gradients_through_the_cache(backends):
 
 @on_gpu
 @pytest.mark.parametrize("case", ["kda", "kda_bounded", "gated_delta"])
-def test_compilation(monkeypatch, case):
+@pytest.mark.parametrize("check", [check_compiled_training, check_compiled_decoding])
+def test_compilation(monkeypatch, check, case):
     # fused kernels of torch round elsewhere
-    check_compiled(monkeypatch, "inductor", case, budget=1e-3, **GPU)
+    check(monkeypatch, "inductor", case, budget=1e-3, **GPU)
 
 
 @on_gpu
@@ -402,7 +419,7 @@ def test_one_launch_decodes_what_one_pass_gives_in_bf16(backends, case):
     plain = in_parts(model, ids, [48], None)[:, 40:]
     backends.set("triton")
     fused = in_parts(model, ids, [40, *[1] * 8], KDACache(model.config))[:, 40:]
-    assert backends.calls["triton_decode_step"] == 16
+    assert backends.calls["run_decode_step"] == 16
     assert rmse(fused, exact) <= 2 * rmse(plain, exact) + 4e-3
 
 
