@@ -51,6 +51,25 @@ def test_insisting_on_kernels_that_cannot_run_a_call_is_an_error(monkeypatch):
         ops.delta_rule(*call(torch.float64), erase=True)
 
 
+def test_insisting_holds_for_convolutions_and_norms(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "BACKEND", "triton")
+    x, weight = torch.randn(1, 3, 4, dtype=torch.float64), torch.randn(4, 1, 4, dtype=torch.float64)
+    for operation in (lambda: ops.short_convolution(x, weight), lambda: ops.gated_norm(x, weight[:, 0, 0])):
+        with pytest.raises(ValueError, match="cannot run this call"):
+            operation()
+    # without a weight there is no norm, only a gate
+    assert_same(ops.gated_norm(x, gate=x), x * x.sigmoid())
+
+
+def test_one_launch_that_cannot_be_leaves_the_token_to_the_single_operations(monkeypatch):
+    x, state = torch.randn(1, 1, 2, 16), torch.zeros(1, 2, 16, 16)
+    for backend in ("torch", "auto", "triton"):
+        monkeypatch.setattr(ops, "BACKEND", backend)
+        y = ops.decode_step(x, x, x.double(), state, None, None, erase=True, unit_keys=True, write="one")
+        assert y is None and not state.any()
+
+
 def test_an_unknown_backend_is_named(monkeypatch):
     monkeypatch.setattr(ops, "BACKEND", "cuda")
     with pytest.raises(ValueError, match="KDA_BACKEND must be 'auto', 'torch' or 'triton', got 'cuda'"):

@@ -324,6 +324,21 @@ def test_under_the_interpreter():
     run_interpreted(__file__)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_parameters_beside_half_precision(case, dtype):
+    """As checkpoints of Kimi K3 hold them: gates, convolutions and norms of the outputs."""
+    model, ids = half_precision(build(case, heads=2), dtype), tokens(2, 24)
+    exact, grads = gradients(build(case, heads=2), ids)
+    logits, half_grads = gradients(model, ids)
+    assert logits.dtype == dtype and rmse(logits, exact) < 0.05
+    kept = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight")
+    for name, gradient in half_grads.items():
+        assert gradient.dtype == (torch.float32 if name.endswith(kept) else dtype), name
+        assert torch.isfinite(gradient).all() and gradient.any() == grads[name].any(), name
+    assert rmse(in_parts(model, ids, [20, 3, 1], KDACache(model.config)), exact) < 0.05
+
+
 GPU_MODEL = {"heads": 2, "layers": 2}
 GPU = {"device": "cuda", **GPU_MODEL}
 

@@ -51,8 +51,10 @@ def packed_age(B, T):
     return age
 
 
-def check_convolution(B, T, C, taps, activation, *, window=True, packed=False, dtype=torch.float32, device="cpu"):
-    tensors = [torch.randn(B, T, C).to(dtype), torch.randn(C, 1, taps).to(dtype)]
+def check_convolution(
+    B, T, C, taps, activation, *, window=True, packed=False, dtype=torch.float32, weight_dtype=None, device="cpu"
+):
+    tensors = [torch.randn(B, T, C).to(dtype), torch.randn(C, 1, taps).to(weight_dtype or dtype)]
     tensors.append(torch.randn(B, taps - 1, C).to(dtype) if window else None)
     age = packed_age(B, T) if packed else None
     check_gradients(
@@ -84,6 +86,11 @@ def interpreted_convolution_lengths(T):
 
 def interpreted_convolution_in_half_precision():
     check_convolution(1, 9, 4, 4, "silu", dtype=torch.float16)
+
+
+def interpreted_fp32_weights_beside_half_precision():
+    check_convolution(1, 9, 4, 4, "silu", dtype=torch.float16, weight_dtype=torch.float32)
+    check_norm((1, 3, 2, 8), dtype=torch.float16, weight_dtype=torch.float32)
 
 
 def interpreted_window_is_handed_on():
@@ -123,9 +130,9 @@ def check_views(device):
         assert torch.equal(strided, plain)
 
 
-def check_norm(shape, *, gated=True, dtype=torch.float32, device="cpu", scale=1.0):
+def check_norm(shape, *, gated=True, dtype=torch.float32, weight_dtype=None, device="cpu", scale=1.0):
     tensors = [scale * torch.randn(shape), torch.randn(shape[-1]), torch.randn(*shape[:-2], shape[-2] * shape[-1])]
-    tensors = [x.to(dtype) for x in tensors]
+    tensors = [x.to(kind) for x, kind in zip(tensors, (dtype, weight_dtype or dtype, dtype), strict=True)]
     check_gradients(
         lambda o, weight, gate: layers.triton_gated_norm(o, weight, gate, eps=EPS),
         lambda o, weight, gate: gated_norm(o, weight, None if gate is None else gate.view(o.shape), EPS),
@@ -225,6 +232,13 @@ def test_convolution(taps, activation, dtype):
     for shape in ((2, 70, 304), (1, 600, 128), (3, 1, 39), (1, 2, 16)):
         check_convolution(*shape, taps, activation, dtype=dtype, device="cuda")
         check_convolution(*shape, taps, activation, dtype=dtype, device="cuda", window=False, packed=True)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_weights_beside_half_precision(dtype):
+    check_convolution(2, 70, 304, 4, "silu", dtype=dtype, weight_dtype=torch.float32, device="cuda")
+    check_norm((2, 37, 3, 128), dtype=dtype, weight_dtype=torch.float32, device="cuda")
 
 
 @on_gpu
