@@ -99,6 +99,21 @@ def test_the_histogram_is_exact_to_a_bin(bins):
     assert error < width
 
 
+def test_the_quantile_lies_where_its_share_of_a_bin_does():
+    """All 400 tokens of expert e are in bin 10 + e; a quarter of them is wanted, so a quarter of the bin."""
+    rule, router = QuantileBalancing(bins=100), skewed_router()
+    counts = rule.new_counts(router)
+    counts["histogram"][torch.arange(E), 10 + torch.arange(E)] = 400
+    expected = -1 + 0.02 * (10 + torch.arange(E) + K / E)
+    assert_same(rule.new_bias(router, counts), expected - expected.mean())
+    # with as many tokens behind that, it is half of the bin; with some of them before, less
+    counts["histogram"][:, 90] = 400
+    counts["histogram"][0, 5], counts["histogram"][0, 90] = 100, 300
+    expected = -1 + 0.02 * (10 + torch.arange(E) + 0.5)
+    expected[0] -= 0.02 * 100 / 400
+    assert_same(rule.new_bias(router, counts), expected - expected.mean())
+
+
 def test_a_histogram_with_few_bins_differs():
     """The control of the test above."""
     router, x = skewed_router(), some_tokens()
@@ -256,7 +271,7 @@ def train(folder, rule, **arguments):
 def test_a_trainer_balances_with_the_steps_that_it_takes(tmp_path):
     whole_rule, parts_rule = QuantileBalancing(), QuantileBalancing()
     whole = train(tmp_path / "whole", whole_rule)
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "activation_checkpointing": True}
     parts = train(tmp_path / "parts", parts_rule, **options)
     assert biases(whole).abs().max() > 0
     assert_same(biases(parts), biases(whole), 1e-2)
