@@ -112,7 +112,9 @@ def _launch(
     sums = torch.empty(2, B, splits, rows, dtype=torch.float32, device=latent.device)
     s_m = (0, 0, 0) if mask is None else (strides(mask, 1)[0], mask.stride(2), mask.stride(3))
     latents = latent
-    if tma:
+    if tma == 2:
+        latents = TensorDescriptor(latent, [B * S, R], [latent.stride(1), 1], [BS, options["BR"]])
+    elif tma:
         s_b = latent.stride(0) if B > 1 else S * latent.stride(1)
         latents = TensorDescriptor(latent, [B, S, R], [s_b, latent.stride(1), 1], [1, BS, options["BR"]])
     with on_device(latent):
@@ -149,22 +151,19 @@ def _config(rows, R, P, latent):
     """
     size, room = latent.element_size(), shared_memory_of(latent.device)
     BR, BP = max(16, triton.next_power_of_2(R)), max(16, triton.next_power_of_2(P)) if P else 0
-    tma = _takes_tma(latent)
-    BN = min(16 if BR > 512 else 32 if tma else 64, max(16, triton.next_power_of_2(rows)))
-    # 64 keys fill the rows of a matrix product; fp32 takes others, which keep more in registers
-    BS = 64 if size == 2 else 16
-    block = BS * (BR + BP) * size
-    fixed = (BN * (BR + BP) + BS * BN) * size
-    sizes = {"BN": BN, "BR": BR, "BP": BP}
-    # programs share a processor: some compute while others wait for their block
-    resident = min(2 if BR > 256 else 4, room // (block + fixed))
-    if tma and resident > 1:
-        return resident * _processors(latent.device), True, {**sizes, "BS": BS, "num_warps": 4, "num_stages": 1}
-    if BS == 64 and block + fixed + 4096 > room:
-        BS, block = 32, block // 2
-    stages = max(1, min(3, (room - fixed - 4096) // block))
-    warps = 8 if BR >= 256 or BN == 64 else 4
-    return _processors(latent.device), False, {**sizes, "BS": BS, "num_warps": warps, "num_stages": stages}
+    BN = min(16 if BR > 512 else 32, max(16, triton.next_power_of_2(rows)))
+    # two blocks of 32 keys, one in use and one on its way, leave room for a second program
+    BS = 32 if size == 2 else 16
+    block, fixed = BS * (BR + BP) * size, (BN * (BR + BP) + BS * BN) * size + 1024
+    if BS == 32 and 2 * block + fixed > room:
+        BS, block = 16, block // 2
+    stages = 3 if 2 * block + fixed <= room else 1
+    # numbers of the output that a thread holds, of the 255 that it can
+    held = BN * BR // 128
+    warps = 4 if held <= 128 else 8
+    resident = max(1, min(room // (2 * block + fixed), 512 // (held + 128)))
+    options = {"BN": BN, "BS": BS, "BR": BR, "BP": BP, "num_warps": warps, "num_stages": stages}
+    return resident * _processors(latent.device), False, options
 
 
 def _takes_tma(latent):
@@ -243,7 +242,9 @@ def latent_attention_kernel(
         i_start = tl.cast(start, tl.int64)
         if P > 0:
             b_k = tl.load(shared + i_b * s_kb + i_start * s_ks + o_ks, mask=m_s[:, None] & m_k[None, :], other=0.0)
-        if TMA:
+        if TMA == 2:
+            b_c = latent.load([tl.cast(i_b, tl.int32) * S + start, 0])
+        elif TMA:
             b_c = latent.load([tl.cast(i_b, tl.int32), start, 0]).reshape(BS, BR)
         else:
             b_c = tl.load(latent + i_b * s_cb + i_start * s_cs + o_c, mask=m_s[:, None] & m_r[None, :], other=0.0)

@@ -208,25 +208,20 @@ def test_the_keys_are_split_so_that_the_device_is_full(programs, key_blocks, slo
 
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
-# (shape, dtype, mask): Kimi Linear, the same with drafted tokens and a mask, Kimi K3, GPT-2's sizes, fp32
+# (shape, dtype, mask): Kimi Linear, the same with drafted tokens and a mask, a small model, odd sizes in fp32
 LAUNCHES = {
     "kimi": ((1, 1, 32, 4096, 512, 64), torch.bfloat16, None),
     "drafted": ((1, 4, 32, 4096, 512, 64), torch.float16, torch.bool),
-    "k3": ((1, 1, 96, 4096, 512, 64), torch.bfloat16, None),
     "gpt2": ((1, 1, 12, 1024, 256, 0), torch.bfloat16, torch.bfloat16),
     "odd": ((1, 3, 5, 333, 96, 24), torch.float32, None),
 }
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    ("name", "capability", "tma"),
-    [("kimi", 90, True), ("drafted", 90, True), ("gpt2", 90, True), ("k3", 90, False), ("odd", 80, False)],
-)
-def test_it_compiles_for_devices_that_are_not_here(name, capability, tma, monkeypatch):
+@pytest.mark.parametrize("name, capability", [("kimi", 90), ("drafted", 80), ("gpt2", 90), ("odd", 80)])
+def test_it_compiles_for_devices_that_are_not_here(name, capability, monkeypatch):
     shape, dtype, mask = LAUNCHES[name]
     monkeypatch.setattr(kernels, "shared_memory_of", lambda device: SHARED_MEMORY[capability])
-    monkeypatch.setattr(kernels, "_takes_tma", lambda latent: tma)
     tensors, launches = inputs(*shape, dtype=dtype), []
     mask = None if mask is None else torch.ones(shape[0], 1, shape[1], shape[3], dtype=mask)
     with recorded(kernels, launches):
@@ -234,9 +229,9 @@ def test_it_compiles_for_devices_that_are_not_here(name, capability, tma, monkey
     assert len(launches) == 2
     for launch in launches:
         compiled = compile_launch(*launch, capability)
-        # two programs share a multiprocessor where one waits for a copy without a second buffer
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if tma else 1)
-        assert resource_usage(compiled.asm["cubin"])["STACK"] <= 1100
+        # two programs share a multiprocessor of the large ones
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if capability >= 90 else 1)
+        assert resource_usage(compiled.asm["cubin"])["STACK"] <= 512
 
 
 def compile_launch(kernel, args, options, capability):
