@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks import kimi_parts
 from lineage import as_table
 
 HERE = Path(__file__).resolve().parent
@@ -19,6 +20,7 @@ README = HERE.parent / "README.md"
 LINEAGE = HERE / "results" / "lineage.json"
 RECURRENCE = HERE / "benchmarks" / "results" / "recurrence_cpu.json"
 DECODE = HERE / "benchmarks" / "results" / "decode.json"
+KIMI_PARTS = HERE / "benchmarks" / "results" / "kimi_parts.json"
 
 
 def lineage():
@@ -79,11 +81,21 @@ def decode():
     return "\n".join(lines)
 
 
+def parts_of_kimi():
+    results = json.loads(KIMI_PARTS.read_text())
+    recipe, machine = results["recipe"], results["environment"]
+    steps = f"{recipe['layerwise_steps']} layer-wise and {recipe['kl_steps']} distillation steps"
+    return (
+        f"{kimi_parts.as_table(results)}\n{steps} of {recipe['batch_size']} rows of {recipe['block_size']} tokens on "
+        f"{machine['device']}, torch {machine['torch']}. {source(KIMI_PARTS)}"
+    )
+
+
 def source(path):
     return f"From `{path.relative_to(README.parent)}`."
 
 
-TABLES = {"lineage": lineage, "recurrence_cpu": recurrence_cpu, "decode": decode}
+TABLES = {"lineage": lineage, "recurrence_cpu": recurrence_cpu, "decode": decode, "kimi_parts": parts_of_kimi}
 
 
 def with_tables(text):
