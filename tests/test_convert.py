@@ -206,9 +206,10 @@ def test_round_trips_of_k3_are_bit_identical(k3, tmp_path):
 def test_fla_and_back(tmp_path):
     fields = {"norm": "rmsnorm", "position_embedding": "none", "mlp_gated": True, "hidden_act": "silu"}
     fields |= {"mlp_bias": False, "attention_bias": False, "short_conv_activation": "silu", "head_dim": 8}
-    fields |= {"decay_gate": "lower_bound", "num_value_heads": 4, "attention_residual": "block"}
+    fields |= {"decay_gate": "lower_bound", "num_value_heads": 4, "value_head_dim": 12, "decay_rank": 12}
+    fields |= {"attention_residual": "block", "attention_residual_block_size": 1}
     for tied in (True, False):
-        model = tiny_model("kda", tie_word_embeddings=tied, attention_residual_block_size=1, **fields)
+        model = tiny_model("kda", tie_word_embeddings=tied, **fields)
         here = tmp_path / str(tied)
         model.save_pretrained(here / "ours")
         convert(here / "ours", here / "fla", "fla")
@@ -245,8 +246,10 @@ def test_biases_of_flas_gates_survive(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_packed_experts_are_the_weights_they_stand_for(k3, tmp_path):
+def test_packed_experts_are_the_weights_they_stand_for(k3, tmp_path, monkeypatch):
     folder, _, plain = k3
+    # a piece is a row or two of an expert
+    monkeypatch.setattr(tensor_files, "PIECE", 100)
     report = convert(folder / "packed", tmp_path / "packed", "ours")
     assert report["from"] == "moonshot" and len(report["left_out"]) == 2
     convert(folder / "plain", tmp_path / "plain", "ours")
@@ -378,6 +381,14 @@ def test_a_head_that_is_the_embedding_is_tied_again(tmp_path):
     convert(tmp_path / "moonshot", tmp_path / "back", "ours")
     assert_same_bits(stored(tmp_path / "back"), stored(tmp_path / "ours"))
     assert ours_from(tmp_path / "back").config.tie_word_embeddings
+
+
+def test_a_head_in_another_dtype_stays_a_head(tmp_path):
+    config = tiny_kimi_linear("k")
+    weights = released_weights(config)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].float()
+    convert(save_checkpoint(tmp_path / "a", config, weights), tmp_path / "b", "ours")
+    assert stored(tmp_path / "b")["lm_head.weight"].dtype == torch.float32
 
 
 def test_a_model_without_experts_or_without_shared_ones(tmp_path):

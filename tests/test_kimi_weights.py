@@ -156,6 +156,7 @@ def test_configurations_come_back(released):
     config = from_kimi_config(released)
     written = to_kimi_config(config)
     assert ("text_config" in written) == ("text_config" in released)
+    assert written["tie_word_embeddings"] is False and written["architectures"] == released["architectures"]
     again = from_kimi_config(written)
     assert again.to_dict() == config.to_dict()
     given, back = released.get("text_config", released), written.get("text_config", written)
@@ -180,6 +181,18 @@ def test_configurations_of_transformers_are_read():
         assert [config.uses_experts(i) for i in range(4)] == [False, False, True, True]
         assert (config.head_dim, config.num_experts, config.num_experts_per_token) == (8, 4, 2)
         assert config.max_position_embeddings == 256
+
+
+def test_bounds_of_situ_that_are_absent():
+    config = from_kimi_config(tiny_k3(activation_situ_beta=None, activation_situ_linear_beta=None))
+    assert (config.situ_beta, config.situ_linear_beta) == (1.0, None)
+
+
+def test_silu_has_two_names():
+    swish = KDAConfig(**from_kimi_config(tiny_kimi_linear()).to_dict() | {"hidden_act": "swish"})
+    for form in ("kimi_linear", "moonshot"):
+        check_expressible(swish, form)
+    assert to_kimi_config(swish)["hidden_act"] == "silu"
 
 
 def test_a_model_without_experts_has_dense_layers_only():
