@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .triton_chunk_blocks import shared_memory_of
-from .triton_launch import needs_operator, on_device, strides, unfit_tensors, unit_stride
+from .triton_launch import on_device, strides, unfit_tensors, unit_stride
 
 try:
     import triton
@@ -64,7 +64,7 @@ def triton_latent_attention(q_latent, q_shared, latent, shared, mask=None, seen=
     reason = unsupported(q_latent, q_shared, latent, shared, mask)
     if reason:
         raise ValueError(reason)
-    run = latent_attention_op if needs_operator() else _launch
+    run = latent_attention_op if torch.compiler.is_compiling() else _launch
     return run(q_latent, q_shared, latent, shared, mask, seen, causal, float(scale)).permute(1, 2, 0, 3)
 
 
