@@ -22,7 +22,7 @@ class RouterBalancing(TrainerCallback):
     def __init__(self):
         self.loads = {}
         self._routers, self._counts, self._hooks = {}, {}, []
-        self._recording, self._mask = False, None
+        self._recording, self._mask, self._next_mask = False, None, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.attach(model)
@@ -53,6 +53,10 @@ class RouterBalancing(TrainerCallback):
             self._counts[name] = self.new_counts(router)
             self._hooks.append(router.register_forward_hook(self._watch(self._counts[name])))
 
+    def count_only(self, mask):
+        """Say which tokens of the next pass count, [B, T], to a model that is called without a mask."""
+        self._next_mask = mask
+
     def detach(self):
         """Watch no more."""
         for hook in self._hooks:
@@ -61,12 +65,12 @@ class RouterBalancing(TrainerCallback):
 
     # a pass of the model, from end to end: checkpointed layers run once more, but in the backward pass
     def _open(self, model, args, kwargs):
-        mask = kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask") if self._next_mask is None else self._next_mask
         self._mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         self._recording = model.training
 
     def _close(self, model, args, output):
-        self._recording, self._mask = False, None
+        self._recording, self._mask, self._next_mask = False, None, None
 
     def _watch(self, counts):
         def hook(router, args, output):

@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from modeling_kda.stages import STAGES
 
+from .balancing import RouterBalancing
 from .blocks import IGNORED
 
 
@@ -49,6 +50,9 @@ class LogitTrainer(DistillationTrainer):
         ids = inputs["input_ids"]
         with torch.no_grad(), self.accelerator.autocast():
             teacher_logits = self.teacher(input_ids=ids, use_cache=False).logits
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RouterBalancing):
+                callback.count_only(inputs["labels"] != IGNORED)
         outputs = model(input_ids=ids, use_cache=False)
         weights = self.weights(inputs["labels"], num_items_in_batch)
         loss = (kl_divergence(teacher_logits[:, :-1], outputs.logits[:, :-1]) * weights).sum()

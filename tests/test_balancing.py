@@ -9,8 +9,9 @@ from transformers import Trainer, TrainingArguments
 
 from modeling_kda import KDAConfig, KDAForCausalLM
 from modeling_kda.conversion.balancing import QuantileBalancing, RouterBalancing, SignBalancing, quantile_bias
+from modeling_kda.conversion.blocks import pad_on_the_right
 from modeling_kda.conversion.distillation import distill
-from modeling_kda.conversion.trainers import parameter_groups
+from modeling_kda.conversion.trainers import LogitTrainer, parameter_groups
 from modeling_kda.moe import Router
 
 E, K, D = 8, 2, 16
@@ -204,6 +205,28 @@ def test_padding_and_evaluation_do_not_count():
     pass_over(model, ids)
     rule.update()
     assert all(load.sum() == (2 * 12 - 5) * K for load in rule.loads.values())
+
+
+def test_a_pass_without_a_mask_can_be_told_what_counts():
+    model, ids = model_with_experts(), tokens(2, 12)
+    rule = SignBalancing()
+    rule.attach(model)
+    rule.count_only(ids > 50)
+    pass_over(model, ids, ids)  # it holds for the first only
+    rule.update()
+    assert all(load.sum() == ((ids > 50).sum() + 24) * K for load in rule.loads.values())
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (1, 4)])
+def test_padding_of_distilled_rows_does_not_count(batch_size, accumulate, tmp_path):
+    student, rule = tiny_student(["softmax"], num_hidden_layers=1, **EXPERTS), SignBalancing()
+    rows = [{"input_ids": torch.arange(1, 1 + length)} for length in (20, 3, 11, 7)]
+    fields = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulate, "max_steps": 1}
+    fields.update(use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False, save_strategy="no")
+    arguments = TrainingArguments(str(tmp_path), **fields)
+    data = {"train_dataset": rows, "data_collator": pad_on_the_right, "callbacks": [rule]}
+    LogitTrainer(student, arguments, teacher=tiny_teacher(), **data).train()
+    assert all(load.sum() == (20 + 3 + 11 + 7) * K for load in rule.loads.values())
 
 
 def test_nothing_is_watched_that_cannot_be_balanced_or_is_over():
