@@ -30,7 +30,7 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
-from .triton_launch import ACTIVATIONS, MAX_TAPS, needs_operator, on_device, strides, unfit_tensors, unit_stride
+from .triton_launch import ACTIVATIONS, MAX_TAPS, on_device, strides, unfit_tensors, unit_stride
 
 MAX_TOKENS = 16
 MAX_CHANNELS = 256
@@ -237,7 +237,7 @@ def run_decode_step(
     bounded, bound = lower_bound is not None, 0.0 if lower_bound is None else lower_bound
     options = erase, unit_keys, WRITES[write], ACTIVATIONS[activation], bounded, float(bound), float(scale), float(eps)
     weights = (None,) * 3 if conv_weights is None else conv_weights
-    run = decode_step_op if needs_operator() else _launch_step
+    run = decode_step_op if torch.compiler.is_compiling() else _launch_step
     return run(
         q, k, v, state, window, *weights, beta_logits, decay_logits, A_log, dt_bias, norm_weight, gate_logits, *options
     )

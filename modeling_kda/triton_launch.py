@@ -36,11 +36,13 @@ def unfit_tensors(tensors, *, backward):
     return None
 
 
-def needs_operator(*tensors):
-    """Whether a call must go through torch's operators, for gradients or torch.compile, and not straight to Triton."""
+def choose(operator, differentiable, plain, *tensors):
+    """Of three ways to the same kernels the cheapest that does: torch's operator, which torch.compile does not look
+    into; an autograd function, half the host's time of an operator; or the launch itself."""
     if torch.compiler.is_compiling():
-        return True
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        return operator
+    needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return differentiable if needs_gradients else plain
 
 
 def unit_stride(x):

@@ -23,7 +23,7 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
-from .triton_launch import ACTIVATIONS, MAX_TAPS, needs_operator, on_device, strides, unfit_tensors, unit_stride
+from .triton_launch import ACTIVATIONS, MAX_TAPS, choose, on_device, strides, unfit_tensors, unit_stride
 
 MAX_NORM_SIZE = 4096
 # measured on an H200: channels and tokens of one program
@@ -62,7 +62,7 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
 
 def run_short_convolution(x, weight, window=None, *, age=None, activation=None):
     """y alone, without checks: for callers that have asked `unsupported_convolution`."""
-    run = short_convolution_op if needs_operator(x, weight, window) else _convolve
+    run = choose(short_convolution_op, ConvolutionFunction.apply, _convolve, x, weight, window)
     return run(x, weight, window, age, ACTIVATIONS[activation])
 
 
@@ -148,12 +148,25 @@ def _save_convolution(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate_convolution(ctx, dy):
-    *gradients, dwindow = short_convolution_backward_op(dy, *ctx.saved_tensors, ctx.activation)
+def _differentiate_convolution(ctx, dy, run=short_convolution_backward_op):
+    *gradients, dwindow = run(dy, *ctx.saved_tensors, ctx.activation)
     return *gradients, dwindow if ctx.needs_input_grad[2] else None, None, None
 
 
 short_convolution_op.register_autograd(_differentiate_convolution, setup_context=_save_convolution)
+
+
+class ConvolutionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        y = _convolve(*inputs)
+        _save_convolution(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return _differentiate_convolution(ctx, dy, _convolve_backward)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -369,7 +382,7 @@ def triton_gated_norm(o, weight, gate=None, *, eps):
 
 def run_gated_norm(o, weight, gate=None, *, eps):
     """`triton_gated_norm` without checks: for callers that have asked `unsupported_norm`."""
-    run = gated_norm_op if needs_operator(o, weight, gate) else _gated_norm
+    run = choose(gated_norm_op, NormFunction.apply, _gated_norm, o, weight, gate)
     return run(o, weight, gate, float(eps))
 
 
@@ -443,12 +456,25 @@ def _save_norm(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate_norm(ctx, dy):
-    *gradients, dgate = gated_norm_backward_op(dy, *ctx.saved_tensors, ctx.eps)
+def _differentiate_norm(ctx, dy, run=gated_norm_backward_op):
+    *gradients, dgate = run(dy, *ctx.saved_tensors, ctx.eps)
     return *gradients, dgate if ctx.needs_input_grad[2] else None, None
 
 
 gated_norm_op.register_autograd(_differentiate_norm, setup_context=_save_norm)
+
+
+class NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        y = _gated_norm(*inputs)
+        _save_norm(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return _differentiate_norm(ctx, dy, _gated_norm_backward)
 
 
 @triton.jit(do_not_specialize=["N"])
