@@ -16,6 +16,8 @@ KINDS = ("partition", "copies", "latent")
 # enough to choose by, and all chosen parts keep a weight near one
 ROUTER_SCALE = 0.05
 RIDGE = 1e-2
+# of the tokens that went through a layer, so many are looked at
+MOST_INPUTS = 8192
 
 
 def expert_fields(source: KDAConfig, kind: str, choices: dict) -> dict:
@@ -77,7 +79,9 @@ def dense_to_experts(
     Returns: the tensors, those of the experts in the dtype of the MLP, those of the router in fp32.
     """
     mlp = {name.removeprefix("mlp."): tensor for name, tensor in layer.items() if name.startswith("mlp.")}
-    inputs = None if inputs is None else inputs.flatten(0, 1).double().cpu()
+    if inputs is not None:
+        inputs = inputs.flatten(0, 1)
+        inputs = inputs[:: -(-len(inputs) // MOST_INPUTS)].double().cpu()
     make = {"partition": _partition, "copies": _copies, "latent": _latent}[kind]
     router = torch.randn(config.num_experts, config.hidden_size, generator=generator) * config.initializer_range
     tensors = {"router.weight": router, "router.selection_bias": torch.zeros(config.num_experts)}

@@ -77,7 +77,8 @@ class LayerConverter:
         layers = range(config.num_hidden_layers)
         self.with_experts = [i for i in layers if config.uses_experts(i) and not source_config.uses_experts(i)]
         measured = [i for i in self.replaced if config.stages[i] != "mla" or not is_exact(config)]
-        if self.with_experts and needs_inputs(config, options.experts):
+        self.mlps_measured = bool(self.with_experts) and needs_inputs(config, options.experts)
+        if self.mlps_measured:
             measured += self.with_experts
         self.last_measured = max(measured, default=-1)
         self.hidden_states = None
@@ -90,7 +91,7 @@ class LayerConverter:
         layer = record = None
         if index <= self.last_measured:
             layer = build_layer(self.source_config, index, tensors, dtype=self.dtype, device=self.options.device)
-            record = run_layer(layer, self.hidden_states)
+            record = run_layer(layer, self.hidden_states, with_mlp=self.mlps_measured)
             self.hidden_states = record.hidden_states
         converted, facts = tensors, {}
         if index not in self.replaced:

@@ -78,25 +78,27 @@ def build_layer(config: KDAConfig, index: int, tensors: dict[str, torch.Tensor],
 @dataclass
 class LayerRecord:
     """What passed through a layer: inputs of its mixer [N, T, D], what entered `o_proj` [N, T, C], outputs of its
-    mixer [N, T, D], inputs of its MLP [N, T, D], and outputs of the layer [N, T, D]."""
+    mixer [N, T, D], outputs of the layer [N, T, D], and inputs of its MLP [N, T, D] if asked for."""
 
     inputs: torch.Tensor
     heads: torch.Tensor
     outputs: torch.Tensor
-    mlp_inputs: torch.Tensor
     hidden_states: torch.Tensor
+    mlp_inputs: torch.Tensor | None = None
 
 
 @torch.no_grad()
-def run_layer(layer: KDADecoderLayer, hidden_states: torch.Tensor) -> LayerRecord:
+def run_layer(layer: KDADecoderLayer, hidden_states: torch.Tensor, *, with_mlp: bool = False) -> LayerRecord:
     """Run a layer window by window and keep what passed. hidden_states: [N, T, D]."""
-    seen = {"inputs": [], "heads": [], "outputs": [], "mlp_inputs": [], "hidden_states": []}
+    seen = {"inputs": [], "heads": [], "outputs": [], "hidden_states": []}
     hooks = [
         layer.mixer.register_forward_pre_hook(lambda module, args: seen["inputs"].append(args[0])),
         layer.mixer.o_proj.register_forward_pre_hook(lambda module, args: seen["heads"].append(args[0])),
         layer.mixer.register_forward_hook(lambda module, args, result: seen["outputs"].append(result[0])),
-        layer.mlp.register_forward_pre_hook(lambda module, args: seen["mlp_inputs"].append(args[0])),
     ]
+    if with_mlp:
+        seen["mlp_inputs"] = []
+        hooks.append(layer.mlp.register_forward_pre_hook(lambda module, args: seen["mlp_inputs"].append(args[0])))
     for window in hidden_states.split(1):
         seen["hidden_states"].append(layer(window))
     for hook in hooks:

@@ -52,8 +52,8 @@ def student_config(
     if "mla" not in source.stages:
         # no norm on the latent can be an identity
         fields |= {"latent_norm": False}
-    if source.attention_residual == "none":
-        # the paper's model has 8 blocks and the smallest of its lineage would have one; a quarter of the layers each
+    if source.attention_residual == "none" != overrides.get("attention_residual", "none"):
+        # the 12 layers of Kimi K3's blocks would be one block of GPT-2: four blocks, unless another size is asked for
         size = max(1, source.num_hidden_layers // 4)
         fields |= {"residual_scale": True, "attention_residual_block_size": size}
     if experts is not None:

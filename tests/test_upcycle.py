@@ -223,7 +223,7 @@ def test_outputs_are_matched_by_least_squares():
         "mixer.o_proj.weight": torch.randn(8, 8, generator=generator).double(),
         "mixer.o_proj.bias": torch.ones(8).double(),
     }
-    record = LayerRecord(inputs=None, heads=ours + 0.5 * theirs, outputs=outputs, mlp_inputs=None, hidden_states=None)
+    record = LayerRecord(inputs=None, heads=ours + 0.5 * theirs, outputs=outputs, hidden_states=None)
     matched, factors = match_outputs(layer, ours, record, num_heads=2)
     rest = record.heads - ours * factors.repeat_interleave(4)
     by_head = (rest * ours).sum((0, 1)).view(2, 4).sum(1)
