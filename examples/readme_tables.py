@@ -20,6 +20,8 @@ README = HERE.parent / "README.md"
 LINEAGE = HERE / "results" / "lineage.json"
 RECURRENCE = HERE / "benchmarks" / "results" / "recurrence_cpu.json"
 DECODE = HERE / "benchmarks" / "results" / "decode.json"
+OPS = HERE / "benchmarks" / "results" / "ops.json"
+LONG_CONTEXT = HERE / "benchmarks" / "results" / "long_context.json"
 KIMI_PARTS = HERE / "benchmarks" / "results" / "kimi_parts.json"
 
 
@@ -91,11 +93,82 @@ def parts_of_kimi():
     )
 
 
+def ops():
+    results = json.loads(OPS.read_text())
+    lines = ["| | ours | fla | ratio | share of the roofline | extra memory, ours |", "|---|---|---|---|---|---|"]
+    peers = {(row["case"], row["pass"]): row for row in results["rows"] if row["by"] == "fla"}
+    for row in results["rows"]:
+        if row["by"] != "modeling_kda":
+            continue
+        peer = peers.get((row["case"], row["pass"]), {})
+        theirs, ratio = "-", "-"
+        if "refused" in peer:
+            theirs = "refuses to run"
+        elif peer:
+            theirs, ratio = f"{peer['ms']:.2f} ms", f"{peer['ratio_to_ours']:.1f}x"
+        shape = f"B{row['B']} T{row['T']:,} H{row['H']} K{row['K']}"
+        rule = "kda, bounded decay" if row["rule"] == "bounded" else row["rule"]
+        numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {row['peak_MiB']:,.0f} MiB"
+        lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms | {numbers} |")
+    machine = results["machine"]
+    lines += [
+        "",
+        f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, flash-linear-attention "
+        f"{machine['flash-linear-attention']}; bf16, K = V; KDA from the outputs of the projections. {source(OPS)}",
+    ]
+    return "\n".join(lines)
+
+
+def long_context():
+    results = json.loads(LONG_CONTEXT.read_text())
+    kinds = ("decode, batch 1", "decode, largest batch", "prefill")
+    lines = [
+        "| context | cache of a sequence: MLA | 3:1 | step, batch 1: MLA | 3:1 | ratio "
+        "| per token, largest batch: MLA | 3:1 | ratio | prefill ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for ratios in results["ratios"]:
+        length = ratios["length"]
+        rows = {
+            name: [row for row in results["decode"] if (row["model"], row["length"]) == (name, length)]
+            for name in ("mla", "kda:mla 3:1")
+        }
+        cells = [f"{length:,}"]
+        cells += [f"{own[0]['cache_bytes_per_sequence'] / 2**20:,.0f} MiB" for own in rows.values()]
+        cells += [f"{own[0]['step_ms']:.2f} ms" for own in rows.values()]
+        cells.append(_beside_paper(ratios, kinds[0]))
+        cells += [f"{own[-1]['step_ms'] / own[-1]['batch']:.3f} ms ({own[-1]['batch']})" for own in rows.values()]
+        cells += [_beside_paper(ratios, kind) for kind in kinds[1:]]
+        lines.append(f"| {' | '.join(cells)} |")
+    machine = results["machine"]
+    lines += [
+        "",
+        f"27 layers of the width of Kimi Linear 48B with dense MLPs, bf16, one {machine['gpu']}, torch "
+        f"{machine['torch']}, Triton {machine['triton']}; in brackets: how many sequences fit, and the paper's ratio. "
+        f"{source(LONG_CONTEXT)}",
+    ]
+    return "\n".join(lines)
+
+
+def _beside_paper(ratios, kind):
+    if kind not in ratios:
+        return "-"
+    paper = ratios["paper"].get(kind)
+    return f"{ratios[kind]:.1f}x" + (f" ({paper:.1f}x)" if paper else "")
+
+
 def source(path):
     return f"From `{path.relative_to(README.parent)}`."
 
 
-TABLES = {"lineage": lineage, "recurrence_cpu": recurrence_cpu, "decode": decode, "kimi_parts": parts_of_kimi}
+TABLES = {
+    "lineage": lineage,
+    "recurrence_cpu": recurrence_cpu,
+    "decode": decode,
+    "ops": ops,
+    "long_context": long_context,
+    "kimi_parts": parts_of_kimi,
+}
 
 
 def with_tables(text):
