@@ -21,14 +21,14 @@ layer up, separated by commas, in which NAME*N stands for N layers. A pattern sh
     kimi                as Kimi Linear: every fourth layer and the last one mla, the others kda
 
 The parts of Kimi Linear and Kimi K3 change nothing of what a model computes when they are added:
-    mla layers                              keep one latent of the model's width; a smaller one loses something, and
-                                            which size that pays for is --set kv_lora_rank=N
+    mla layers                              keep one latent of the model's width; only a smaller one, which
+                                            --set kv_lora_rank=N asks for, loses something
     --set mla_output_gate=true              a gate on the outputs of mla layers
     --set attention_residual=block          layers read mixtures of what earlier blocks made (or: full)
     --experts latent --set num_experts=N    N experts in a latent space, beside the MLP
     --experts copies --set num_experts=N    N copies of the MLP, of which each token goes to 2
-    --experts partition --set num_experts=N the MLP cut into N experts; exact while tokens go to all of them, which
-                                            --set num_experts_per_token=K ends"""
+    --experts partition --set num_experts=N the MLP cut into N experts; only if tokens go to fewer than all, which
+                                            --set num_experts_per_token=K asks for, it loses something"""
 FORMAT_NAMES = """\
 The formats:
     ours         a KDAForCausalLM; loads with trust_remote_code where this package is not installed

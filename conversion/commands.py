@@ -24,8 +24,7 @@ def upcycle_command(arguments):
         print(f"{row['layer']:>5}  {row['from']:<12} {row['to']:<12} {counts[0]:>7} {counts[1]:>11} {counts[2]:>4}")
     energies = [row["energy"] for row in report["layers"] if "energy" in row]
     if energies and min(energies) < 1:
-        low, high = f"{min(energies):.2%}", f"{max(energies):.2%}"
-        print(f"latents keep {low} to {high} of what keys and values do; kda distill heals the rest")
+        print(f"latents keep at least {min(energies):.2%} of what keys and values do; kda distill heals the rest")
     print(f"saved {arguments.output}; every tensor is named in its upcycle.json")
 
 

@@ -75,7 +75,10 @@ def _check_choices(source, overrides, experts):
         )
     if experts is None and not source.num_experts and set(overrides) & set(EXPERTS):
         given = ", ".join(name for name in overrides if name in EXPERTS)
-        raise ValueError(f"{given} needs experts, which says how MLPs become experts: partition, copies or latent")
+        raise ValueError(
+            f"{given} cannot be set without experts (on the command line --experts), which says how MLPs become "
+            "experts: partition, copies or latent"
+        )
     kinds = {STAGES[stage].mixer for stage in source.stages}
     for part, settled, names in (
         ("recurrent layers", "recurrent" in kinds, RECURRENT),
