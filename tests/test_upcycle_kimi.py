@@ -403,7 +403,8 @@ def test_from_a_gpt2_to_a_kimi_that_writes(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(sample_text(9000), encoding="utf-8")
     text = f"--text {tmp_path}/text.txt"
     commands = [
-        f"upcycle {TEACHER} --stages kimi --output {tmp_path}/new --set kv_lora_rank=96 --set mla_output_gate=true",
+        f"upcycle {TEACHER} --stages kimi --output {tmp_path}/new --set kv_lora_rank=96 --set mla_output_gate=true "
+        "--set attention_residual=block --experts latent --set num_experts=4",
         f"distill {tmp_path}/new --teacher {TEACHER} {text} --output {tmp_path}/healed --drop-positions 0.5 "
         "--layerwise-steps 2 --kl-steps 4 --block-size 128 --batch-size 2",
         f"evaluate {tmp_path}/healed --teacher {TEACHER} {text} --window 128 --max-windows 2 --json {tmp_path}/e.json",
