@@ -31,7 +31,8 @@ class RMSNorm(nn.Module):
 
         The function comes to the weight because sharding and offloading bring weights in for `forward` only.
         """
-        return (run or gated_norm)(x, self.weight, gate, eps=self.eps)
+        run = gated_norm if run is None else run
+        return run(x, self.weight, gate, eps=self.eps)
 
 
 def gated_norm(o, weight=None, gate=None, *, eps=0.0):
@@ -127,7 +128,8 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x, window=None, age=None, *, run=None):
         """Arguments and result of `short_convolution`; run: a faster one (why it comes here: see `RMSNorm`)."""
-        return (run or short_convolution)(x, self.weight, window, age=age, activation=self.activation)
+        run = short_convolution if run is None else run
+        return run(x, self.weight, window, age=age, activation=self.activation)
 
 
 def short_convolution(x, weight, window=None, *, age=None, activation=None):
@@ -204,7 +206,8 @@ class Decay(nn.Module):
     def forward(self, x, *, run=None):
         """x: the logits, [B, T, H, 1 or K] -> what `decay_gate(x, A_log, dt_bias, lower_bound)` returns, or `run` in
         its place, which may do more with them (why it comes here: see `RMSNorm`)."""
-        return (run or decay_gate)(x, self.A_log, self.dt_bias, self.lower_bound)
+        run = decay_gate if run is None else run
+        return run(x, self.A_log, self.dt_bias, self.lower_bound)
 
 
 def decay_gate(x, A_log, dt_bias, lower_bound=None):

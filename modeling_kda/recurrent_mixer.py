@@ -159,16 +159,16 @@ class RecurrentMixer(nn.Module):
             [conv.weight for conv in convs] or None,
             beta_logits=x.beta_logits,
             decay_logits=x.decay_logits,
-            A_log=decay and decay.A_log,
-            dt_bias=decay and decay.dt_bias,
-            lower_bound=decay and decay.lower_bound,
-            norm_weight=norm and norm.weight,
+            A_log=getattr(decay, "A_log", None),
+            dt_bias=getattr(decay, "dt_bias", None),
+            lower_bound=getattr(decay, "lower_bound", None),
+            norm_weight=getattr(norm, "weight", None),
             gate_logits=x.gate_logits,
             erase=self.stage.erase,
             unit_keys=self.stage.unit_keys,
             write=self.stage.write,
             activation=convs[0].activation if convs else None,
-            eps=norm.eps if norm else 0.0,
+            eps=getattr(norm, "eps", 0.0),
         )
         if y is not None:
             memory.write(window, state, 1)
@@ -249,7 +249,7 @@ class RecurrentMixer(nn.Module):
                 # all that a window can hold
                 parts = [part[:, -taps_before:] for part in parts]
             window = next_window(window, torch.cat(parts, -1), layout.real, taps_before)
-        memory.write(window, state, x.q.shape[1], written and Written(*written, inputs, layout.real))
+        memory.write(window, state, x.q.shape[1], None if written is None else Written(*written, inputs, layout.real))
 
     def _output(self, o, gate_logits):
         """[B, T, HV, V] -> [B, T, HV * V]: divide by the normaliser, norm, gate."""

@@ -12,6 +12,9 @@ from transformers import StaticCache
 
 from modeling_kda import KDACache, ops
 
+pytest.importorskip("triton", reason="the kernels need triton")
+from test_triton_chunk import BUDGETS  # noqa: E402
+
 # two implementations in fp32: sums in another order, through a whole model and its backward pass
 TWO_PATHS = 5e-5
 BOUNDED = {"decay_gate": "lower_bound"}
@@ -320,7 +323,6 @@ def interpreted_compiled_decoding(monkeypatch):
 
 
 def test_under_the_interpreter():
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 
@@ -350,6 +352,17 @@ def half_precision(model, dtype=torch.bfloat16):
         if name.endswith(("decay", "conv1d", "o_norm")):
             module.float()
     return model
+
+
+def kernel_budget(name):
+    """Relative error that the recurrence kernel may add to the gradient of a parameter, or to the logits, in bf16."""
+    outputs, inputs, gates = BUDGETS[torch.bfloat16]
+    if name == "logits":
+        return outputs
+    if name.endswith(("A_log", "dt_bias")):
+        # sums over all tokens of what largely cancels
+        return 4 * gates
+    return gates if "beta_proj" in name or "decay_" in name else inputs
 
 
 @on_gpu
@@ -412,7 +425,8 @@ def test_compilation(monkeypatch, check, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision_is_as_exact_as_pytorch(backends, case, dtype):
-    """Against fp32 weights: the kernels may err twice as much as PyTorch does with the same half precision weights."""
+    """Against fp32 weights: twice the error of PyTorch with the same half precision weights, which comes from rounding
+    those and the activations, and what the recurrence kernel may add (see test_triton_chunk.py) in each layer."""
     ids = tokens(2, 150).cuda()
     backends.set("torch")
     exact = gradients(build(case, **GPU_MODEL).cuda(), ids)
@@ -421,8 +435,8 @@ def test_half_precision_is_as_exact_as_pytorch(backends, case, dtype):
     for name in ("logits", *exact[1]):
         actual, same_precision, expected = (r[0] if name == "logits" else r[1][name] for r in (*results, exact))
         assert actual.dtype == same_precision.dtype
-        floor = 2e-2 if name.endswith(("k_proj.bias", "A_log", "dt_bias")) else 4e-3
-        assert rmse(actual, expected) <= 2 * rmse(same_precision, expected) + floor, name
+        budget = 2 * rmse(same_precision, expected) + model.config.num_hidden_layers * kernel_budget(name)
+        assert rmse(actual, expected) <= budget, name
 
 
 @on_gpu
@@ -435,7 +449,7 @@ def test_one_launch_decodes_what_one_pass_gives_in_bf16(backends, case):
     backends.set("triton")
     fused = in_parts(model, ids, [40, *[1] * 8], KDACache(model.config))[:, 40:]
     assert backends.calls["run_decode_step"] == 16
-    assert rmse(fused, exact) <= 2 * rmse(plain, exact) + 4e-3
+    assert rmse(fused, exact) <= 2 * rmse(plain, exact) + model.config.num_hidden_layers * kernel_budget("logits")
 
 
 @on_gpu
