@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from .model_folder import name_shards
 
 # numbers held at once
-PIECE = 2**22
+PIECE = 2**20
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
