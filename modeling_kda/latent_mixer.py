@@ -26,9 +26,9 @@ from .softmax_mixer import eager_attention
 from .tracing import numbers_are_hidden
 
 try:
-    from .triton_latent import triton_latent_attention, unsupported
+    from .triton_latent import launch_latent_attention, unsupported
 except ImportError:
-    triton_latent_attention = None
+    launch_latent_attention = None
 
 # the most tokens that the kernel takes
 MAX_TOKENS = 16
@@ -191,9 +191,9 @@ def find_kernel(q_latent, q_shared, latent, shared, visible):
         # of many tokens, a part of a prompt, matrix products make enough
         return None
     reason = "triton is not installed (pip install triton)"
-    if triton_latent_attention is not None:
+    if launch_latent_attention is not None:
         reason = unsupported(q_latent.transpose(1, 2), q_shared.transpose(1, 2), latent, shared, visible)
-    return triton_latent_attention if reason is None else fall_back("decoding of latent attention", reason)
+    return launch_latent_attention if reason is None else fall_back("decoding of latent attention", reason)
 
 
 def _multi_query(q_latent, q_shared, latent, shared, visible, whole):

@@ -13,6 +13,7 @@ B batch, T new tokens, S keys, H heads, R latent channels, P shared key channels
 Splitting over keys: flash-decoding (Dao et al., 2023). The absorbed form: DeepSeek-V2, arXiv 2405.04434.
 """
 
+import functools
 import math
 import os
 import re
@@ -26,13 +27,13 @@ from .triton_launch import on_device, strides, unfit_tensors, unit_stride
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as e:
     raise ImportError(
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
 MAX_TOKENS = 16
+LOG2_E = math.log2(math.e)
 # by bytes of a number: what a program holds of its output must fit in registers
 MAX_LATENT = {2: 1024, 4: 512}
 MAX_SHARED = 128
@@ -64,6 +65,11 @@ def triton_latent_attention(q_latent, q_shared, latent, shared, mask=None, seen=
     reason = unsupported(q_latent, q_shared, latent, shared, mask)
     if reason:
         raise ValueError(reason)
+    return launch_latent_attention(q_latent, q_shared, latent, shared, mask, seen, causal=causal, scale=scale)
+
+
+def launch_latent_attention(q_latent, q_shared, latent, shared, mask=None, seen=None, *, causal=True, scale):
+    """`triton_latent_attention` of arguments in which `unsupported` has found no fault."""
     run = latent_attention_op if torch.compiler.is_compiling() else _launch
     return run(q_latent, q_shared, latent, shared, mask, seen, causal, float(scale)).permute(1, 2, 0, 3)
 
@@ -84,6 +90,8 @@ def unsupported(q_latent, q_shared, latent, shared, mask=None):
     most = MAX_LATENT.get(latent.element_size(), 0)
     if most and (most < R or P > MAX_SHARED):
         return f"the latent kernel takes R up to {most} and P up to {MAX_SHARED}, got R = {R} and P = {P}"
+    if _plan(T * H, R, P, latent.element_size(), latent.device) is None:
+        return f"R = {R} and P = {P} in {latent.dtype} do not fit into the shared memory of {latent.device}"
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape not in ((B, 1, T, S), (1, 1, T, S)):
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -104,33 +112,25 @@ def _launch(
         return out.zero_()
     q_latent, q_shared, latent, shared = (unit_stride(x) for x in (q_latent, q_shared, latent, shared))
     rows = T * H
-    blocks, tma, options = _config(rows, R, P, latent)
-    BN, BS = options["BN"], options["BS"]
-    row_blocks = triton.cdiv(rows, BN)
-    splits = _count_splits(B * row_blocks, triton.cdiv(S, BS), blocks)
+    row_blocks, slots, options = _plan(rows, R, P, latent.element_size(), latent.device)
+    splits = _count_splits(B * row_blocks, -(-S // options["BS"]), slots)
     partial = torch.empty(B, splits, rows, R, dtype=torch.float32, device=latent.device)
     sums = torch.empty(2, B, splits, rows, dtype=torch.float32, device=latent.device)
-    s_m = (0, 0, 0) if mask is None else (strides(mask, 1)[0], mask.stride(2), mask.stride(3))
-    latents = latent
-    if tma == 2:
-        latents = TensorDescriptor(latent, [B * S, R], [latent.stride(1), 1], [BS, options["BR"]])
-    elif tma:
-        s_b = latent.stride(0) if B > 1 else S * latent.stride(1)
-        latents = TensorDescriptor(latent, [B, S, R], [s_b, latent.stride(1), 1], [1, BS, options["BR"]])
+    masked = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     with on_device(latent):
         latent_attention_kernel[(B * splits * row_blocks,)](
-            q_latent, q_shared, latents, shared, mask, seen, partial, sums,
-            scale * math.log2(math.e), S, T, H, row_blocks, splits, B * splits * rows,
-            *strides(q_latent, 3), *strides(q_shared, 3), *strides(latent, 2), *strides(shared, 2), *s_m,
+            q_latent, q_shared, latent, shared, mask, seen, partial, sums,
+            scale * LOG2_E, S, T, H, row_blocks, splits, B * splits * rows,
+            *strides(q_latent, 3), *strides(q_shared, 3), *strides(latent, 2), *strides(shared, 2),
+            *((0, 0, 0) if mask is None else (strides(mask, 1)[0], mask.stride(2), mask.stride(3))),
             0 if seen is None or seen.numel() == 1 else 1,
-            R=R, P=P, MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
-            HAS_SEEN=seen is not None, CAUSAL=causal and T > 1, ONE_TOKEN=T == 1, TMA=tma, **options,
+            R=R, P=P, MASK=masked, HAS_SEEN=seen is not None, CAUSAL=causal and T > 1, ONE_TOKEN=T == 1, **options,
         )  # fmt: skip
         BC = min(64, options["BR"])
-        combine_kernel[(B * rows, triton.cdiv(R, BC))](
-            partial, sums, out, rows, H, splits, B * splits * rows,
-            *strides(out.permute(1, 2, 0, 3), 3),
-            R=R, BC=BC, BP=triton.next_power_of_2(splits), BJ=16, num_warps=4,
+        BP = 1 << (splits - 1).bit_length()
+        combine_kernel[(B * rows, -(-R // BC))](
+            partial, sums, out, rows, H, splits, B * splits * rows, *strides(out.permute(1, 2, 0, 3), 3),
+            R=R, BC=BC, BP=BP, BJ=min(64, max(16, BP)), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -144,41 +144,32 @@ def _(q_latent, *_):
     return q_latent.new_empty(H, B, T, R)
 
 
-def _config(rows, R, P, latent):
-    """(programs that run at a time, whether TMA brings the latents, options of the kernel).
+@functools.lru_cache(maxsize=1024)
+def _plan(rows, R, P, size, device):
+    """(blocks of rows, programs that run at a time, options of the kernel), or None where nothing fits.
 
     Measured on an H200; nothing is timed at run time.
     """
-    size, room = latent.element_size(), shared_memory_of(latent.device)
+    room = shared_memory_of(device)
     BR, BP = max(16, triton.next_power_of_2(R)), max(16, triton.next_power_of_2(P)) if P else 0
-    BN = min(16 if BR > 512 else 32, max(16, triton.next_power_of_2(rows)))
-    # two blocks of 32 keys, one in use and one on its way, leave room for a second program
-    BS = 32 if size == 2 else 16
-    block, fixed = BS * (BR + BP) * size, (BN * (BR + BP) + BS * BN) * size + 1024
-    if BS == 32 and 2 * block + fixed > room:
-        BS, block = 16, block // 2
-    stages = 3 if 2 * block + fixed <= room else 1
+    widest = min(16 if BR > 512 else 32, max(16, triton.next_power_of_2(rows)))
+    # two blocks of 32 keys, one in use and one on its way, leave room for a second program; fp32 needs as much again
+    for BN, BS in ((widest, 32), (16, 32), (16, 16)) if size == 2 else ((widest, 16), (16, 16)):
+        needed = ((2 if size == 2 else 4) * BS * (BR + BP) + BN * (BR + BP) + BS * BN) * size + 1024
+        if needed <= room:
+            break
+    else:
+        return None
     # numbers of the output that a thread holds, of the 255 that it can
     held = BN * BR // 128
-    warps = 4 if held <= 128 else 8
-    resident = max(1, min(room // (2 * block + fixed), 512 // (held + 128)))
-    options = {"BN": BN, "BS": BS, "BR": BR, "BP": BP, "num_warps": warps, "num_stages": stages}
-    return resident * _processors(latent.device), False, options
+    resident = max(1, min(room // needed, 512 // (held + 128)))
+    # with one stage, Triton 3.6 makes a kernel that reads where it must not (seen on an H200)
+    options = {"BN": BN, "BS": BS, "BR": BR, "BP": BP, "num_warps": 4 if held <= 128 else 8, "num_stages": 3}
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return triton.cdiv(rows, BN), resident * processors, options
 
 
-def _takes_tma(latent):
-    """Whether the device has the copy engine of Hopper, and it can read this tensor."""
-    if latent.device.type != "cuda" or latent.element_size() != 2 or latent.shape[2] < 64:
-        return False
-    if torch.cuda.get_device_capability(latent.device)[0] < 9 or latent.data_ptr() % 16:
-        return False
-    return all(stride > 0 and stride % 8 == 0 for stride in latent.stride()[:2])
-
-
-def _processors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
+@functools.lru_cache(maxsize=4096)
 def _count_splits(programs, key_blocks, slots):
     """Into how many parts to split the keys, so that the programs fill the `slots` of the device, in whole waves."""
     most = min(MAX_SPLITS, max(1, key_blocks // MIN_BLOCKS))
@@ -187,8 +178,8 @@ def _count_splits(programs, key_blocks, slots):
         splits = max(1, min(waves * slots // programs, most))
         use = programs * splits / slots
         use /= math.ceil(use)
-        # more parts only where they fill clearly more
-        if use > best_use + 0.02:
+        # adding up more parts costs more than a few idle slots
+        if use > best_use + 0.1:
             best, best_use = splits, use
     return best
 
@@ -199,7 +190,7 @@ def latent_attention_kernel(
     scale, S, T, H, blocks, splits, s_sums,                                                  # numbers
     s_qb, s_qt, s_qh, s_pb, s_pt, s_ph, s_cb, s_cs, s_kb, s_ks, s_mb, s_mt, s_ms, s_nb,      # strides
     BN: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    MASK: tl.constexpr, HAS_SEEN: tl.constexpr, CAUSAL: tl.constexpr, ONE_TOKEN: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, HAS_SEEN: tl.constexpr, CAUSAL: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program: BN rows (heads of new tokens) of one sequence, one part of its keys."""
     # torch.compile hands numbers over in fp64
@@ -242,12 +233,7 @@ def latent_attention_kernel(
         i_start = tl.cast(start, tl.int64)
         if P > 0:
             b_k = tl.load(shared + i_b * s_kb + i_start * s_ks + o_ks, mask=m_s[:, None] & m_k[None, :], other=0.0)
-        if TMA == 2:
-            b_c = latent.load([tl.cast(i_b, tl.int32) * S + start, 0])
-        elif TMA:
-            b_c = latent.load([tl.cast(i_b, tl.int32), start, 0]).reshape(BS, BR)
-        else:
-            b_c = tl.load(latent + i_b * s_cb + i_start * s_cs + o_c, mask=m_s[:, None] & m_r[None, :], other=0.0)
+        b_c = tl.load(latent + i_b * s_cb + i_start * s_cs + o_c, mask=m_s[:, None] & m_r[None, :], other=0.0)
         if INTERPRETED:
             b_c = b_c.to(tl.float32)
         b_a = tl.dot(b_c, tl.trans(b_q), input_precision="tf32x3")
@@ -308,9 +294,10 @@ def combine_kernel(
         o_j = j + tl.arange(0, BJ)
         b_w = tl.exp2(tl.load(p_max + o_j * rows, mask=o_j < splits, other=-float("inf")) - b_base)
         p_o = partial + ((i_b * splits + o_j) * rows + i_n)[:, None] * R + o_c[None, :]
+        # not masked by the weights, which would have to be there first
+        b_part = tl.load(p_o, mask=(o_j < splits)[:, None] & m_c[None, :], other=0.0)
         # parts that have seen nothing hold whatever was in memory
-        b_part = tl.load(p_o, mask=(b_w > 0.0)[:, None] & m_c[None, :], other=0.0)
-        b_o += tl.sum(b_part * b_w[:, None], 0)
+        b_o += tl.sum(tl.where((b_w > 0.0)[:, None], b_part, 0.0) * b_w[:, None], 0)
     b_o = tl.where(b_total > 0.0, b_o / tl.where(b_total > 0.0, b_total, 1.0), 0.0)
     p_out = out + i_b * s_ob + (i_n // H).to(tl.int64) * s_ot + (i_n % H).to(tl.int64) * s_oh + o_c
     tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_c)
