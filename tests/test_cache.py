@@ -10,7 +10,7 @@ import torch
 from helpers import PATTERNS, RECURRENT_PATTERNS, assert_different, assert_same, tiny_model, tokens
 from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, QuantizedCache, StaticCache
 
-from modeling_kda import KDACache
+from modeling_kda import STAGES, KDACache
 from modeling_kda.cache_kda import adopt_cache
 from modeling_kda.recurrent_cache import CountingRecurrentLayer, RecurrentLayer
 
@@ -118,9 +118,10 @@ def test_layers_can_be_built_and_iterated():
         assert not inspect.isabstract(layer)
     for make in CACHES.values():
         cache = adopt_cache(make(config), config)
-        assert [isinstance(layer, RecurrentLayer) for layer in cache.layers] == [s != "softmax" for s in config.stages]
+        recurrent = [STAGES[stage].mixer == "recurrent" for stage in config.stages]
+        assert [isinstance(layer, RecurrentLayer) for layer in cache.layers] == recurrent
         assert adopt_cache(cache, config) is cache
-    assert len(list(KDACache(config))) == len(KDACache(config)) == 6
+    assert len(list(KDACache(config))) == len(KDACache(config)) == len(config.stages)
 
 
 # --- taking tokens back
