@@ -13,6 +13,12 @@ from torch import nn
 from transformers import initialization as init
 
 from .layers import RMSNorm, at_least_fp32
+from .ops import asks_for_kernels, fall_back
+
+try:
+    from .triton_residual import MAX_SOURCES, triton_mixture, unsupported
+except ImportError:
+    triton_mixture = None
 
 
 def build_residual(config):
@@ -46,19 +52,48 @@ class AttentionResidual(nn.Module):
 
         Returns: [B, T, D], of that dtype. A single source comes back as it is.
         """
-        weights = torch.stack([self.norm(source, self.query) for source in sources]).softmax(0)
-        if self.scaled:
-            # equal weights are 1 now, and the mixture is the sum
-            weights = weights * len(sources)
-        mixed = sum(weight[..., None] * source for weight, source in zip(weights, sources, strict=True))
-        return mixed.to(sources[0].dtype)
+        direction = self.norm(self.query)
+        mix = find_kernel(sources, direction) or mix_sources
+        # equal weights, times the number of sources, are 1: the mixture is then the sum
+        return mix(sources, direction, eps=self.norm.eps, factor=float(len(sources)) if self.scaled else 1.0)
 
 
 class KeyNorm(RMSNorm):
-    """query . RMSNorm(x), without keeping the normed x: every source is scored many times."""
+    """The norm of the sources, of which only the weight is needed, and where the query is:
 
-    def forward(self, x, query):
-        """x: [B, T, D]; query: [D]. Returns [B, T] in fp32 at least."""
-        direction = at_least_fp32(self.weight) * at_least_fp32(query)
+    query . RMSNorm(x) = (query * weight) . x / sqrt(mean(x^2) + eps)
+    """
+
+    def forward(self, query):
+        """query: [D] -> [D], in fp32 at least."""
+        return at_least_fp32(self.weight) * at_least_fp32(query)
+
+
+def mix_sources(sources, direction, *, eps, factor=1.0):
+    """factor * sum_j softmax_j(direction . source_j / sqrt(mean(source_j^2) + eps)) source_j, in fp32 at least.
+
+    Args: sources: N tensors [..., D] of one dtype. direction: [D], in fp32 at least.
+
+    Returns: [..., D], of that dtype.
+    """
+    scores = []
+    for x in sources:
+        # neither this nor the product below makes a copy in fp32 that the backward pass would keep
         length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        return (x * direction).sum(-1) * torch.rsqrt(length.square() / x.shape[-1] + self.eps)
+        scores.append((x * direction).sum(-1) * torch.rsqrt(length.square() / x.shape[-1] + eps))
+    weights = torch.stack(scores).softmax(0) * factor
+    mixed = sum(weight[..., None] * x for weight, x in zip(weights, sources, strict=True))
+    return mixed.to(sources[0].dtype)
+
+
+def find_kernel(sources, direction):
+    """The Triton function for this mixture, or None where PyTorch has to do it; why is said once."""
+    if not asks_for_kernels(direction):
+        return None
+    reason = "triton is not installed (pip install triton)"
+    if triton_mixture is not None:
+        reason = unsupported(sources, direction)
+        if len(sources) > MAX_SOURCES and reason is not None:
+            # the full form of a deep model: expected, and no choice of a backend changes it
+            return None
+    return triton_mixture if reason is None else fall_back("mixture of attention residuals", reason)

@@ -60,15 +60,16 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self._feed(hidden_states)
 
     def _read_mixtures(self, block, mask, bank, **kwargs):
+        # blocks keep one dtype, as a plain sum does: under autocast what a matrix gives has another
         finished = []
         added = self._mix(self.mixer_residual([*bank, block]), mask, **kwargs)
         if self.mixer_opens_block:
-            finished, block = [*finished, block], added
+            finished, block = [*finished, block], added.to(block.dtype)
         else:
             block = block + added
         added = self._feed(self.mlp_residual([*bank, *finished, block]))
         if self.mlp_opens_block:
-            finished, block = [*finished, block], added
+            finished, block = [*finished, block], added.to(block.dtype)
         else:
             block = block + added
         return block, *finished

@@ -70,7 +70,10 @@ def assert_fits(kernel, args, options, capability):
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
-        if torch.is_tensor(value):
+        if isinstance(value, tuple):
+            signature[parameter.name] = tuple("*" + TYPES[x.dtype] for x in value)
+            hints |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
+        elif torch.is_tensor(value):
             signature[parameter.name] = "*" + TYPES[value.dtype]
         else:
             signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
