@@ -1,5 +1,6 @@
 """The committed table of block lengths for the chunk kernels, and the constant masks that they read."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ MIN_PADDED_K = 64
 FULL_GRID = 132
 
 
+@cache
 def shared_memory_of(device):
     """Bytes of shared memory that one program may use."""
     if device.type != "cuda":

@@ -13,6 +13,8 @@ except ImportError as error:
 
 # exp of anything below is 0 in fp32, so that clamping a step there changes no bit, and sums stay in fp16's range
 SMALLEST_LOG_DECAY = tl.constexpr(-110.0)
+# arguments whose values compile nothing anew: without this, 1 and multiples of 16 would be kernels of their own
+LENGTHS = ["T", "NT", "N", "NUM_SEGMENTS"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bit patterns of bf16 operands
 BF16_OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)

@@ -24,6 +24,7 @@ except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
 from .triton_chunk_common import (
+    LENGTHS,
     activate_gate,
     head_decay_matrix,
     head_sums,
@@ -79,7 +80,7 @@ def invert_level(b_x, b_m, DT: tl.constexpr):
     return tl.dot(b_half, b_m.to(DT), b_x, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def prep_kernel(
     q, k, gate, beta, A_log, dt_bias, cu_seqlens, steps,                      # inputs
     q_in, k_in, k_out, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,  # per slot
@@ -174,7 +175,7 @@ def prep_kernel(
         tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def prep_head_kernel(
     q, k, log_decay, beta, cu_seqlens,                                         # inputs
     row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,             # per slot
@@ -243,7 +244,7 @@ def prep_head_kernel(
         tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def scan_kernel(
     v, beta, q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # inputs, prepared
     state, segment_state, cu_seqlens,
@@ -350,7 +351,7 @@ def scan_kernel(
         tl.store(final_state + p_io, b_s, mask=m_vk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_kernel(
     state, segment_state, NUM_SEGMENTS,
     K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,

@@ -97,7 +97,7 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     if reason:
         raise ValueError(reason)
     # only kernels for equal dtypes are checked on a GPU; the products are in v's precision in any case
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -106,8 +106,8 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     return o, final
 
 
-# off until it is timed and checked on a GPU: so far only Triton's interpreter has run it
-SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES") == "1"
+# KDA_SPLIT_SEQUENCES=0: every sequence in one run, whatever that leaves idle
+SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES", "1") != "0"
 
 
 class Problem:
@@ -157,6 +157,7 @@ def _forward(
     BK, warps, stages = p.blocks.prep
     options = {**p.lengths, **p.key_sizes, "BK": BK, **p.gate, **p.write, **p.varlen, "QK_NORM": qk_norm}
     options |= {"DT": p.prep_dtype, "num_warps": warps, "num_stages": stages}
+    keys, rows, norms = (_parts(x) for x in (keys, rows, norms))
     prepared = *rows, *norms, total, scores, erasing
     if p.decay == 2:
         prep_kernel[(p.slots * p.HV,)](
@@ -178,8 +179,9 @@ def num_segments(p):
         return 1
     programs = p.N * p.HV * ((p.V + 31) // 32)
     chunks = p.slots // max(p.N, 1)
-    segments = min(2 * FULL_GRID // programs, chunks // 16)
-    return segments if segments > 1 and p.KP <= 128 and not p.precise else 1
+    segments = min(2 * FULL_GRID // max(programs, 1), chunks // 16)
+    # the states cost a pass of twice as many programs: fewer runs than these would be slower than one
+    return segments if segments >= 8 and p.KP <= 128 and not p.precise else 1
 
 
 def _scan(p, segments, inputs, cu_seqlens, outputs, save):
@@ -238,6 +240,11 @@ def _forward_buffers(p, q, v, save):
     errors = torch.empty_like(v, dtype=p.dtype) if save and p.erase else new(0, dtype=p.dtype)
     states = new(p.slots, p.HV, p.V, p.KP, dtype=p.dtype) if save else new(0, dtype=p.dtype)
     return o, final, keys, rows, norms, total, scores, erasing, errors, states
+
+
+def _parts(x):
+    """The tensors that share an allocation."""
+    return x.unbind() if x.numel() else (x,) * x.shape[0]
 
 
 def _scan_keys(p, q, k, keys):

@@ -150,13 +150,15 @@ def interpreted_identical_keys():
     check(T=70, keys=1.0, lowest=-1e-5, factor=20)
 
 
-def interpreted_segments(monkeypatch):
-    tensors, _ = make_inputs(T=330, H=2, V=20, N=3, lowest=-0.003)
-    cu_seqlens = torch.tensor([0, 90, 90, 330])
-    expected = host.triton_chunk_delta_rule(*tensors, cu_seqlens=cu_seqlens)
+@pytest.mark.parametrize("rule", ["kda", "gated_delta", "ssd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def interpreted_segments(monkeypatch, rule, dtype):
+    tensors, erase = make_inputs(rule, T=330, V=20, N=3, lowest=-0.05, dtype=dtype)
+    bounds = [0, 90, 90, 330]
     monkeypatch.setattr(host, "num_segments", lambda p: 3)
-    for a, b in zip(host.triton_chunk_delta_rule(*tensors, cu_seqlens=cu_seqlens), expected, strict=True):
-        assert_close(a, b, 1e-5)
+    found = host.triton_chunk_delta_rule(*tensors, erase=erase, cu_seqlens=torch.tensor(bounds))
+    for a, b in zip(found, reference(tensors, erase, bounds), strict=True):
+        assert_close(a, b, BUDGETS[dtype][0])
 
 
 def interpreted_nothing():
@@ -236,6 +238,47 @@ def test_packed(bounds):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits(lower_bound, dtype):
     check_logits(lower_bound, dtype=dtype, device="cuda", T=300, K=128, V=128)
+
+
+def record_segments(monkeypatch):
+    found, num_segments = [], host.num_segments
+
+    def record(p):
+        found.append(num_segments(p))
+        return found[-1]
+
+    monkeypatch.setattr(host, "num_segments", record)
+    return found
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", ["kda", "gated_delta", "ssd"])
+@pytest.mark.parametrize("bounds", [None, [0, 8192], [0, 20, 16384]])
+def test_split_sequences(monkeypatch, rule, bounds):
+    T = bounds[-1] if bounds else 8192
+    tensors, erase = make_inputs(
+        rule, T=T, H=1, N=bounds and len(bounds) - 1, K=128, V=128, dtype=torch.bfloat16, device="cuda", lowest=-0.02
+    )
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, device="cuda")
+    segments = record_segments(monkeypatch)
+    poison("cuda")
+    found = host.triton_chunk_delta_rule(*tensors, erase=erase, cu_seqlens=cu_seqlens)
+    assert segments == [8]
+    for a, b in zip(found, reference(tensors, erase, bounds), strict=True):
+        assert_close(a, b, BUDGETS[torch.bfloat16][0])
+
+
+@on_gpu
+def test_split_sequences_like_whole_ones(monkeypatch):
+    tensors, _ = make_inputs(T=65536, H=4, K=128, V=128, dtype=torch.bfloat16, device="cuda", lowest=-0.05)
+    segments = record_segments(monkeypatch)
+    poison("cuda")
+    split = host.triton_chunk_delta_rule(*tensors)
+    monkeypatch.setattr(host, "SPLIT_SEQUENCES", False)
+    whole = host.triton_chunk_delta_rule(*tensors)
+    assert segments == [16, 1]
+    for a, b in zip(split, whole, strict=True):
+        assert_close(a, b, BUDGETS[torch.bfloat16][0])
 
 
 @on_gpu
