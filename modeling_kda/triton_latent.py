@@ -90,8 +90,9 @@ def unsupported(q_latent, q_shared, latent, shared, mask=None):
     most = MAX_LATENT.get(latent.element_size(), 0)
     if most and (most < R or P > MAX_SHARED):
         return f"the latent kernel takes R up to {most} and P up to {MAX_SHARED}, got R = {R} and P = {P}"
-    if _plan(T * H, R, P, latent.element_size(), latent.device) is None:
-        return f"R = {R} and P = {P} in {latent.dtype} do not fit into the shared memory of {latent.device}"
+    # torch.compile must not look into the device
+    if not torch.compiler.is_compiling() and _plan(T * H, R, P, latent.element_size(), latent.device) is None:
+        return _too_large(R, P, latent)
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape not in ((B, 1, T, S), (1, 1, T, S)):
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -112,7 +113,10 @@ def _launch(
         return out.zero_()
     q_latent, q_shared, latent, shared = (unit_stride(x) for x in (q_latent, q_shared, latent, shared))
     rows = T * H
-    row_blocks, slots, options = _plan(rows, R, P, latent.element_size(), latent.device)
+    plan = _plan(rows, R, P, latent.element_size(), latent.device)
+    if plan is None:
+        raise ValueError(_too_large(R, P, latent))
+    row_blocks, slots, options = plan
     splits = _count_splits(B * row_blocks, -(-S // options["BS"]), slots)
     partial = torch.empty(B, splits, rows, R, dtype=torch.float32, device=latent.device)
     sums = torch.empty(2, B, splits, rows, dtype=torch.float32, device=latent.device)
@@ -142,6 +146,10 @@ latent_attention_op = torch.library.custom_op(f"{NAMESPACE}::latent_attention", 
 def _(q_latent, *_):
     B, T, H, R = q_latent.shape
     return q_latent.new_empty(H, B, T, R)
+
+
+def _too_large(R, P, latent):
+    return f"R = {R} and P = {P} in {latent.dtype} do not fit into the shared memory of {latent.device}"
 
 
 @functools.lru_cache(maxsize=1024)

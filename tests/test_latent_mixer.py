@@ -373,20 +373,22 @@ def test_another_implementation_sees_expanded_heads_in_decoding():
     assert seen == [[(2, H, 1, NOPE + ROPE), (2, H, 9, NOPE + ROPE), (2, H, 9, NOPE + ROPE)]]
 
 
-def test_matrices_behind_a_hook_or_a_wrapper_are_used_through_a_call():
-    """As adapters, quantization, sharding and offloading have them."""
+@pytest.mark.parametrize("how", ["wrapped", "hooked", "replaced"])
+def test_matrices_are_used_through_a_call_where_only_that_says_what_they_are(how):
+    """As with adapters and quantization, with hooks, and with offloading, which replaces `forward`."""
     mixer, x = make_mixer(), inputs()
+    proj, weight = mixer.kv_b_proj, mixer.kv_b_proj.weight.detach().clone()
     expected, _ = mixer(x)
-
-    class Wrapped(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner, self.weight = inner, torch.nn.Parameter(torch.zeros_like(inner.weight))
-
-        def forward(self, x):
-            return self.inner(x)
-
-    mixer.kv_b_proj = Wrapped(mixer.kv_b_proj)
+    with torch.no_grad():
+        proj.weight.zero_()
+    if how == "wrapped":
+        mixer.kv_b_proj = torch.nn.Sequential(torch.nn.Linear(R, weight.shape[0], bias=False).double())
+        mixer.kv_b_proj[0].weight = torch.nn.Parameter(weight)
+        mixer.kv_b_proj.weight = proj.weight
+    elif how == "hooked":
+        proj.register_forward_hook(lambda module, args, output: args[0] @ weight.T)
+    else:
+        proj.forward = lambda x: x @ weight.T
     assert_same(decode(mixer, x, [8, 1], make_cache()), expected, EXACT)
 
 

@@ -22,6 +22,13 @@ from modeling_kda import latent_mixer  # noqa: E402
 from modeling_kda import triton_latent as kernels  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def no_plans_of_other_devices():
+    kernels._plan.cache_clear()
+    yield
+    kernels._plan.cache_clear()
+
+
 def reference(q_latent, q_shared, latent, shared, mask=None, seen=None, *, causal=True, scale):
     """Attention of every head to the same keys, in fp64."""
     q_latent, q_shared, latent, shared = (x.double() for x in (q_latent, q_shared, latent, shared))
@@ -123,6 +130,18 @@ def check_strides(device):
     assert torch.equal(actual, expected)
 
 
+def interpreted_as_an_operator():
+    """What torch.compile sees: no input changes, and shapes and strides are known without running it."""
+    q_latent, q_shared, latent, shared = inputs(2, 1, 3, 20, 16, 4)
+    checks = ("test_schema", "test_faketensor")
+    for mask, seen in ((None, None), (torch.ones(2, 1, 1, 20, dtype=torch.bool), torch.tensor(9))):
+        arguments = q_latent, q_shared, latent, shared, mask, seen, True, 0.3
+        torch.library.opcheck(kernels.latent_attention_op, arguments, test_utils=checks)
+        actual = kernels.latent_attention_op(*arguments).permute(1, 2, 0, 3)
+        expected = reference(q_latent, q_shared, latent, shared, mask, seen, scale=0.3)
+        assert_close(actual, expected, BUDGET[torch.float32])
+
+
 def interpreted_nothing_to_see():
     tensors = inputs(1, 1, 2, 0, 16, 4)
     assert torch.equal(kernels.triton_latent_attention(*tensors, scale=1.0), torch.zeros(1, 1, 2, 16))
@@ -196,6 +215,17 @@ def test_what_does_not_fit_is_said_in_one_line():
             kernels.triton_latent_attention(**{**fit, **given}, scale=1.0)
 
 
+def test_a_device_with_little_shared_memory(monkeypatch):
+    """Smaller blocks where they fit, and one line where none does."""
+    for room, rows in ((100_000, 16), (40_000, None)):
+        monkeypatch.setattr(kernels, "shared_memory_of", lambda device, room=room: room)
+        kernels._plan.cache_clear()
+        plan = kernels._plan(32, 512, 64, 2, torch.device("cpu"))
+        assert plan is None if rows is None else plan[2]["BN"] == rows
+    with pytest.raises(ValueError, match="shared memory"):
+        kernels.triton_latent_attention(*inputs(1, 1, 32, 8, 512, 64, dtype=torch.bfloat16), scale=1.0)
+
+
 @pytest.mark.parametrize(
     "programs, key_blocks, slots", [(1, 16384, 264), (16, 16384, 264), (100, 2048, 132), (1, 3, 264)]
 )
@@ -222,7 +252,6 @@ LAUNCHES = {
 def test_it_compiles_for_devices_that_are_not_here(name, capability, monkeypatch):
     shape, dtype, mask = LAUNCHES[name]
     monkeypatch.setattr(kernels, "shared_memory_of", lambda device: SHARED_MEMORY[capability])
-    kernels._plan.cache_clear()
     tensors, launches = inputs(*shape, dtype=dtype), []
     mask = None if mask is None else torch.ones(shape[0], 1, shape[1], shape[3], dtype=mask)
     with recorded(kernels, launches):
