@@ -108,15 +108,26 @@ def ops():
             theirs, ratio = f"{peer['ms']:.2f} ms", f"{peer['ratio_to_ours']:.1f}x"
         shape = f"B{row['B']} T{row['T']:,} H{row['H']} K{row['K']}"
         rule = "kda, bounded decay" if row["rule"] == "bounded" else row["rule"]
+        rule += " (log-decays given)" if row.get("decays_given") else ""
         numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {row['peak_MiB']:,.0f} MiB"
         lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms | {numbers} |")
     machine = results["machine"]
     lines += [
         "",
         f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, flash-linear-attention "
-        f"{machine['flash-linear-attention']}; bf16, K = V; KDA from the outputs of the projections. {source(OPS)}",
+        f"{machine['flash-linear-attention']}; bf16, K = V. KDA is timed from the outputs of the projections, other "
+        "rules and the rows so marked from unit keys, log-decays and write strengths."
+        f"{_apart(peers.values())} {source(OPS)}",
     ]
     return "\n".join(lines)
+
+
+def _apart(peers):
+    return (
+        " fla was measured in a process of its own on the same kind of machine."
+        if any(row.get("apart") for row in peers)
+        else ""
+    )
 
 
 def long_context():

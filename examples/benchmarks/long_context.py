@@ -146,10 +146,10 @@ def time_layer(layer, config, length):
         for _ in range(pieces):
             layer(x, None, cache=cache)
 
-    if length <= LENGTHS[1]:
-        run(1)
+    # compiles what starts from nothing and what starts from a state; the latent layer has no pieces to repeat
+    if recurrent or length <= LENGTHS[1]:
+        run(2)
     else:
-        # kernels are compiled and warm after a shorter prompt
         layer(x[:, :PIECE], None)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -181,7 +181,7 @@ def ratios(decode, prefill, stages):
         line = {"length": length, "decode, batch 1": single, "decode, largest batch": largest[0] / largest[1]}
         line["cache"] = hybrid[0]["cache_bytes_per_sequence"] / mla[0]["cache_bytes_per_sequence"]
         layers = next((row for row in prefill if row["length"] == length), None)
-        if layers:
+        if layers and all(layers[f"{stage}_layer_s"] for stage in stages):
             seconds = sum(layers[f"{stage}_layer_s"] for stage in stages)
             line["prefill"] = len(stages) * layers["mla_layer_s"] / seconds
             line |= {"prefill_s": seconds, "prefill_mla_s": len(stages) * layers["mla_layer_s"]}
