@@ -149,7 +149,7 @@ class LatentMixer(nn.Module):
         Returns: [B, T, H, V], and weights with eager attention, else None.
         """
         B, H, T, _ = q.shape
-        key_up, value_up = self._up_weights(H).split([self.nope, self.v_head_dim], 1)
+        key_up, value_up = self._up_weights(H, latent).split([self.nope, self.v_head_dim], 1)
         q_latent, q_shared = _per_head(q[..., : self.nope], key_up), q[..., self.nope :]
         eager, causal = self.config._attn_implementation in (None, "eager"), _is_causal(self, kwargs)
         visible = None if mask is None else _visible(mask, T, latent.shape[1], q.device, seen, causal)
@@ -164,15 +164,15 @@ class LatentMixer(nn.Module):
             o, weights = _multi_query(*queries, latent, shared, visible, whole=eager)
         return _per_head(o, value_up.transpose(1, 2)).transpose(1, 2), weights if eager else None
 
-    def _up_weights(self, H):
-        """The matrices of `kv_b_proj`, [H, nope + V, R]."""
+    def _up_weights(self, H, like):
+        """The matrices of `kv_b_proj`, [H, nope + V, R]. like: a tensor of the dtype and on the device of the call."""
         proj = self.kv_b_proj
         plain = type(proj) is nn.Linear and type(proj.weight) is nn.Parameter
         if plain and not (proj._forward_hooks or proj._forward_pre_hooks or "forward" in vars(proj)):
             weight = proj.weight
         else:
             # quantized, adapted, sharded or offloaded: only a call gives what it computes
-            weight = proj(torch.eye(self.kv_lora_rank, dtype=self.o_proj.weight.dtype, device=proj.weight.device)).T
+            weight = proj(torch.eye(self.kv_lora_rank, dtype=like.dtype, device=like.device)).T
         return weight.unflatten(0, (H, self.nope + self.v_head_dim))
 
 
