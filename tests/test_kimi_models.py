@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from helpers import ROUNDING, assert_different, assert_same, tiny_kimi, tokens
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
@@ -101,6 +102,16 @@ def test_saved_models_come_back(preset, tmp_path):
 
 
 @every_kimi
+@torch.no_grad()
+def test_offloaded_models_give_the_same(preset):
+    """Weights come for the forward call of the module that holds them, and for nothing else."""
+    model, offloaded = tiny_kimi(preset), cpu_offload(tiny_kimi(preset), execution_device=torch.device("cpu"))
+    assert torch.equal(offloaded(tokens(2, 20)).logits, model(tokens(2, 20)).logits)
+    text = offloaded.generate(tokens(2, 5), max_new_tokens=3, **GREEDY)
+    assert torch.equal(text, model.generate(tokens(2, 5), max_new_tokens=3, **GREEDY))
+
+
+@every_kimi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_models_in_low_precision_keep_fp32_what_has_to_be(preset, dtype, tmp_path):
@@ -146,6 +157,19 @@ class Rows(Dataset):
 
     def __getitem__(self, i):
         return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+@every_kimi
+def test_autocast_trains(preset):
+    """With fp32 weights the residual stream stays fp32; what matrices give is bf16."""
+    model, ids = tiny_kimi(preset, num_experts_per_token=8).train(), tokens(2, 20)
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(ids, labels=ids, output_hidden_states=True)
+    output.loss.backward()
+    assert {h.dtype for h in output.hidden_states} == {torch.float32}
+    assert (output.logits - exact).abs().mean() < LOW_PRECISION
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @every_kimi
