@@ -5,7 +5,8 @@
 
 That is multi-query attention with one key of R + P channels, whose first R are also the value. One program holds all
 heads it can, so that a latent comes from memory once, and a part of the keys; `combine_kernel` adds the parts up.
-Scores are made transposed, [keys, heads]: keys fill the 64 rows of a Hopper matrix product, heads only few columns.
+Scores are made transposed, [keys, heads]: keys, and in the second product channels, fill the rows of a matrix product,
+while heads are only few columns. Blocks of 32 keys leave room for two programs on a multiprocessor of Hopper.
 
 Nothing here waits for the device or chooses by timing, so it can be captured into a CUDA graph. Forward only.
 

@@ -287,11 +287,18 @@ def compile_launch(kernel, args, options, capability):
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize(
-    "shape",
-    [(2, 1, 32, 3000, 512, 64), (1, 4, 32, 700, 512, 64), (2, 1, 96, 500, 512, 64), (2, 3, 12, 333, 256, 0)]
-    + [(1, 2, 5, 77, 96, 24), (3, 1, 4, 77, 16, 8), (1, 1, 1, 1, 1, 1)],
+    "shape, dtype",
+    [
+        ((2, 1, 32, 3000, 512, 64), torch.bfloat16),
+        ((2, 1, 96, 500, 512, 64), torch.bfloat16),
+        ((1, 4, 32, 700, 512, 64), torch.float16),
+        ((2, 3, 12, 333, 256, 0), torch.bfloat16),
+        ((2, 1, 12, 500, 768, 0), torch.bfloat16),
+        ((1, 2, 5, 77, 96, 24), torch.float32),
+        ((3, 1, 4, 77, 16, 8), torch.float16),
+        ((1, 1, 1, 1, 1, 1), torch.float32),
+    ],
     ids=str,
 )
 def test_shapes_on_gpu(shape, dtype):
