@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, is_torchdynamo_compiling
@@ -14,71 +14,19 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_residual import AttentionResidual, build_residual, opens_block
+from .attention_residual import AttentionResidual, build_residual
 from .cache_kda import KDACache, adopt_cache, raise_rollback
 from .call_inputs import check_ids, read_inputs
 from .configuration_kda import KDAConfig
+from .decoder_layer import KDADecoderLayer
 from .latent_mixer import LatentMixer
-from .layers import MLP, Decay, HedgehogFeatureMap, RMSNorm, ShortConvolution, build_norm
-from .moe import Experts, MoE, Router
-from .recurrent_mixer import RecurrentMixer
+from .layers import Decay, HedgehogFeatureMap, RMSNorm, ShortConvolution, build_norm
+from .moe import Experts, Router
 from .softmax_mixer import SoftmaxMixer
 from .stages import STAGES
 
-MIXERS = {"softmax": SoftmaxMixer, "latent": LatentMixer, "recurrent": RecurrentMixer}
 # what transformers does not know how to initialise
 OWN_INIT = (AttentionResidual, Decay, Experts, HedgehogFeatureMap, RMSNorm, Router, ShortConvolution)
-
-
-class KDADecoderLayer(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); with attention residuals, both read a mixture of what came before."""
-
-    def __init__(self, config: KDAConfig, layer_idx: int):
-        super().__init__()
-        self.mixer_residual = build_residual(config)
-        self.mixer_norm = build_norm(config)
-        self.mixer = MIXERS[STAGES[config.stages[layer_idx]].mixer](config, layer_idx)
-        self.mlp_residual = build_residual(config)
-        self.mlp_norm = build_norm(config)
-        self.mlp = MoE(config) if config.uses_experts(layer_idx) else MLP(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        self.mixer_opens_block = opens_block(config, 2 * layer_idx)
-        self.mlp_opens_block = opens_block(config, 2 * layer_idx + 1)
-
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    def forward(self, hidden_states, mask=None, *bank, cache: Cache | None = None, **kwargs):
-        """Args:
-            hidden_states: [B, T, D]; with attention residuals the sum so far of the current block.
-            mask: what this layer's mixer takes.
-            bank: with attention residuals, the finished blocks, each [B, T, D].
-
-        Returns: [B, T, D]. With attention residuals a tuple of it and the blocks that this layer finished.
-        """
-        if self.mixer_residual is not None:
-            return self._read_mixtures(hidden_states, mask, bank, cache=cache, **kwargs)
-        hidden_states = hidden_states + self._mix(hidden_states, mask, cache=cache, **kwargs)
-        return hidden_states + self._feed(hidden_states)
-
-    def _read_mixtures(self, block, mask, bank, **kwargs):
-        # blocks keep one dtype, as a plain sum does: under autocast what a matrix gives has another
-        finished = []
-        added = self._mix(self.mixer_residual([*bank, block]), mask, **kwargs)
-        if self.mixer_opens_block:
-            finished, block = [*finished, block], added.to(block.dtype)
-        else:
-            block = block + added
-        added = self._feed(self.mlp_residual([*bank, *finished, block]))
-        if self.mlp_opens_block:
-            finished, block = [*finished, block], added.to(block.dtype)
-        else:
-            block = block + added
-        return block, *finished
-
-    def _mix(self, hidden_states, mask, **kwargs):
-        return self.dropout(self.mixer(self.mixer_norm(hidden_states), mask, **kwargs)[0])
-
-    def _feed(self, hidden_states):
-        return self.dropout(self.mlp(self.mlp_norm(hidden_states)))
 
 
 class KDAPreTrainedModel(PreTrainedModel):

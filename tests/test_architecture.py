@@ -29,8 +29,9 @@ FLOORS = {
     "moe": 3,
     "attention_residual": 3,
     "latent_mixer": 4,
-    "modeling_kda": 5,
-    "__init__": 6,
+    "decoder_layer": 5,
+    "modeling_kda": 6,
+    "__init__": 7,
 }
 FILES = sorted(PACKAGE.glob("*.py"))
 HUB_FILES = [path for path in FILES if path.stem != "__init__"]
