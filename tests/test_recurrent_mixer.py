@@ -11,6 +11,7 @@ from kernel_reference import on_gpu, rmse, run_interpreted
 from transformers import StaticCache
 
 from modeling_kda import KDACache, ops
+from modeling_kda.recurrent_mixer import _is_untouched
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from test_triton_chunk import BUDGETS  # noqa: E402
@@ -339,6 +340,18 @@ def test_fp32_parameters_beside_half_precision(case, dtype):
         assert gradient.dtype == (torch.float32 if name.endswith(kept) else dtype), name
         assert torch.isfinite(gradient).all() and gradient.any() == grads[name].any(), name
     assert rmse(in_parts(model, ids, [20, 3, 1], KDACache(model.config)), exact) < 0.05
+
+
+def test_parameters_of_a_replaced_or_sharded_layer_are_left_to_its_forward():
+    """accelerate replaces `forward`, FSDP2 and parametrizations the class."""
+    decay = build("kda").model.layers[0].mixer.decay
+    assert _is_untouched(decay)
+    decay.forward = decay.forward
+    assert not _is_untouched(decay)
+    del decay.forward
+    assert _is_untouched(decay)
+    torch.nn.utils.parametrize.register_parametrization(decay, "A_log", torch.nn.Identity())
+    assert not _is_untouched(decay)
 
 
 GPU_MODEL = {"heads": 2, "layers": 2}
