@@ -5,7 +5,8 @@
     dU = P^T dO + (k e^{G_C - G}) dS     dR = (I - Z^T diag(beta)) dU     dV = beta dR     dbeta_i = E_i . dR_i
     dS <- e^{G_C} dS + scale (q e^G)^T dO - (k e^G)^T dV
 
-`score_gradient_kernel` and `chunk_gradient_kernel`, every chunk alone, with U = beta E:
+`head_gradient_kernel` (one decay per head, or none) and those of triton_chunk_channels.py (decay per channel), every
+chunk alone, with U = beta E:
 
     dP = tril(dO U^T)     dN = -stril(dV U^T)
     dq_i   = scale (e^{G_i} S dO_i + sum_j dP_ij D_ij k_j)
@@ -24,24 +25,23 @@ except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
 from .triton_chunk_common import (
+    LENGTHS,
     SMALLEST_LOG_DECAY,
     activate_gate,
-    exact_dot,
     head_decay_matrix,
     head_sums,
-    level_pairs,
     load_beta,
     load_factors,
-    load_gate,
     load_key_block,
     load_values,
     locate_chunk,
     locate_sequence,
-    sum_steps,
 )
 
+SIZES = [*LENGTHS, "num_rows", "NUM_PARTS"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def reverse_scan_kernel(
     do, beta, errors, q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # inputs, saved
     d_final, segment_state, cu_seqlens,
@@ -149,237 +149,178 @@ def reverse_scan_kernel(
         tl.store(d_state + p_io, b_ds, mask=m_vk)
 
 
-@triton.jit
-def score_gradient_kernel(
-    v, o, do, dv, beta, d_beta_parts, errors, cu_seqlens,  # inputs
-    d_scores, d_coupling, d_beta, along_q, along_k,        # outputs
+@triton.jit(do_not_specialize=SIZES)
+def head_gradient_kernel(
+    q, k, v, o, log_decay, beta, d_beta_parts, errors, do, dv, cu_seqlens,  # inputs, and from before
+    norm_q, norm_k, scores, chunk_states, d_states,                         # saved, and from before
+    dq, dk, d_beta, d_gate,                                                 # outputs
     scale, T, NT, N, num_rows, NUM_PARTS,
-    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, QK_NORM: tl.constexpr,
-    IS_VARLEN: tl.constexpr, DT: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    QK_NORM: tl.constexpr, PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """scale dP and dN of one chunk, and with QK_NORM q . dq and k . dk of its rows."""
+    """dq, dk (of this value head), dbeta and the gradient of the log-decays of one chunk."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
     if i_t * BT >= length:
         return
     o_i = tl.arange(0, BT)
+    o_w = o_i.to(tl.int64)
     m_t = i_t * BT + o_i < length
-    i_row = (bos + i_t * BT) * HV + i_hv
+    first_row = bos + i_t * BT
+    i_row = first_row * HV + i_hv
     slot = i_s.to(tl.int64) * HV + i_hv
+    q += (first_row * H + i_hv // (HV // H)) * K
+    k += (first_row * H + i_hv // (HV // H)) * K
+    v += i_row * V
+    o += i_row * V
+    do += i_row * V
+    dv += i_row * V
+    errors += i_row * V
+    chunk_states += slot * V * KP
+    d_states += slot * V * KP
+    b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
+
+    # dP and dN and their transposes, each a product: Triton 3.6 transposes results of products wrongly on Hopper
     b_dp = tl.zeros([BT, BT], tl.float32)
+    b_dpt = tl.zeros([BT, BT], tl.float32)
     b_dn = tl.zeros([BT, BT], tl.float32)
+    b_dnt = tl.zeros([BT, BT], tl.float32)
     b_cq = tl.zeros([BT], tl.float32)
     b_ck = tl.zeros([BT], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
-        o_block = o_i[:, None] * (HV * V) + o_v[None, :]
+        o_block = o_w[:, None] * (HV * V) + o_v[None, :]
         m_tv = m_t[:, None] & (o_v < V)[None, :]
-        b_do = tl.load(do + i_row * V + o_block, mask=m_tv, other=0.0)
-        o_turned = o_v[:, None] + o_i[None, :] * (HV * V)
-        m_vt = (o_v < V)[:, None] & m_t[None, :]
-        b_et = tl.load(errors + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-        b_dp += tl.dot(b_do.to(DT), b_et, input_precision="tf32x3")
+        b_do = tl.load(do + o_block, mask=m_tv, other=0.0)
+        b_e = tl.load(errors + o_block, mask=m_tv, other=0.0).to(DT)
+        b_dp = tl.dot(b_do.to(DT), tl.trans(b_e), b_dp, input_precision="tf32x3")
+        b_dpt = tl.dot(b_e, tl.trans(b_do.to(DT)), b_dpt, input_precision="tf32x3")
         if ERASE:
-            b_dv = tl.load(dv + i_row * V + o_block, mask=m_tv, other=0.0)
-            b_dn -= tl.dot(b_dv.to(DT), b_et, input_precision="tf32x3")
+            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0)
+            b_dn = tl.dot(b_dv.to(DT), tl.trans(b_e), b_dn, input_precision="tf32x3")
+            b_dnt = tl.dot(b_e, tl.trans(b_dv.to(DT)), b_dnt, input_precision="tf32x3")
             if QK_NORM:
-                b_v = tl.load(v + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
-                b_o = tl.load(o + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
+                b_v = tl.load(v + o_block, mask=m_tv, other=0.0).to(tl.float32)
+                b_o = tl.load(o + o_block, mask=m_tv, other=0.0).to(tl.float32)
                 b_ck -= tl.sum(b_v * b_dv.to(tl.float32), 1)
                 b_cq += tl.sum(b_o * b_do.to(tl.float32), 1)
-    b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-    o_matrix = o_i[:, None] * BT + o_i[None, :]
-    b_dp = tl.where(o_i[:, None] >= o_i[None, :], b_dp * b_beta[None, :] * scale, 0.0)
-    tl.store(d_scores + slot * BT * BT + o_matrix, b_dp.to(d_scores.dtype.element_ty))
+    lower = o_i[:, None] > o_i[None, :]
+    upper = o_i[:, None] < o_i[None, :]
+    b_dp = tl.where(upper, 0.0, b_dp * b_beta[None, :])
+    b_dpt = tl.where(lower, 0.0, b_dpt * (b_beta * scale)[:, None])
     if ERASE:
-        b_dn = tl.where(o_i[:, None] > o_i[None, :], b_dn * b_beta[None, :], 0.0)
-        tl.store(d_coupling + slot * BT * BT + o_matrix, b_dn.to(d_coupling.dtype.element_ty))
+        b_dn = tl.where(lower, b_dn * -b_beta[None, :], tl.where(upper, b_dnt * -b_beta[:, None], 0.0))
+    b_dh = tl.zeros([BT], tl.float32)
+    if DECAY == 1:
+        b_h = tl.load(log_decay + i_row + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_h = activate_gate(b_h, 0.0, 1.0, 0.0, m_t, 0)
+        b_upto, b_after = head_sums(b_h, BT)
+        # what pair (i, j) adds for the steps up to i it takes away up to j: from one matrix, so that nothing is left
+        b_pair = b_dp * tl.load(scores + slot * BT * BT + o_i[:, None] * BT + o_i[None, :]).to(tl.float32)
+        b_dh += tl.sum(b_pair, 1)
+        b_column = tl.sum(b_pair, 0)
+        if PRECISE:
+            b_d = head_decay_matrix(b_h, BT, False) * head_decay_matrix(b_h, BT, True)
+        else:
+            # the sums up to both tokens depend on no later one; of large ones bits are lost that 16-bit operands lack
+            b_d = tl.exp(-tl.abs(b_upto[:, None] - b_upto[None, :]))
+        b_dp *= b_d
+        b_dpt *= b_d
+        if ERASE:
+            b_dn *= b_d
+    b_dp = (b_dp * scale).to(DT)
+    b_dpt = b_dpt.to(DT)
+    if ERASE:
+        b_nh = b_dn.to(DT)
+        if DECAY == 1:
+            b_kk = tl.zeros([BT, BT], tl.float32)
+            for i_k in range(0, KP, BK):
+                o_k = i_k + tl.arange(0, BK)
+                m_tk = m_t[:, None] & (o_k < K)[None, :]
+                b_k = tl.load(k + o_w[:, None] * (H * K) + o_k[None, :], mask=m_tk, other=0.0)
+                if QK_NORM:
+                    b_k = b_k.to(tl.float32) * tl.load(norm_k + slot * BT + o_i)[:, None]
+                b_k = b_k.to(DT)
+                b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision="tf32x3")
+            b_kk = tl.where(lower, b_kk * b_nh.to(tl.float32), 0.0)
+            b_dh += tl.sum(b_kk, 1)
+            b_column += tl.sum(b_kk, 0)
+
     b_db = tl.zeros([BT], tl.float32)
     p_part = d_beta_parts + i_row
     for _ in range(NUM_PARTS):
         b_db += tl.load(p_part + o_i * HV, mask=m_t, other=0.0)
         p_part += num_rows * HV
     if QK_NORM:
-        tl.store(along_q + slot * BT + o_i, b_cq)
-        tl.store(along_k + slot * BT + o_i, b_ck + 2.0 * b_beta * b_db)
+        b_ck += 2.0 * b_beta * b_db
+        b_rq = tl.load(norm_q + slot * BT + o_i)
+        b_rk = tl.load(norm_k + slot * BT + o_i)
     if HAS_BETA:
         if RAW_BETA:
             b_db *= b_beta * (1.0 - b_beta)
         tl.store(d_beta + i_row + o_i * HV, b_db.to(d_beta.dtype.element_ty), mask=m_t)
 
-
-@triton.jit
-def chunk_gradient_kernel(
-    q, k, log_decay, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, steps,       # inputs
-    norm_q, norm_k, chunk_states, d_states, d_scores, d_coupling, along_q, along_k,  # saved, and from before
-    dq, dk, d_gate, d_rate, d_bias,                                                 # outputs
-    scale, lower_bound, T, NT, N, num_rows,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    QK_NORM: tl.constexpr, GATE: tl.constexpr,
-    PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """dq, dk (of this value head), and the gradient of the log-decays or of their logits, for BK key channels of one
-    chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias."""
-    i_s = tl.program_id(0) // HV
-    i_hv = tl.program_id(0) % HV
-    i_k = tl.program_id(1)
-    bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
-    if i_t * BT >= length:
-        return
-    o_i = tl.arange(0, BT)
-    o_k = i_k * BK + tl.arange(0, BK)
-    m_t = i_t * BT + o_i < length
-    m_k = o_k < K
-    m_tk = m_t[:, None] & m_k[None, :]
-    first_row = bos + i_t * BT
-    i_row = first_row * HV + i_hv
-    slot = i_s.to(tl.int64) * HV + i_hv
-    o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
-    o_turned = slot * BT * BT + o_i[None, :] * BT + o_i[:, None]
-    b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-
-    o_key = (first_row * H + i_hv // (HV // H)) * K + o_i[:, None] * (H * K) + o_k[None, :]
-    b_q = tl.load(q + o_key, mask=m_tk, other=0.0).to(tl.float32)
-    b_k = tl.load(k + o_key, mask=m_tk, other=0.0).to(tl.float32)
-    if QK_NORM:
-        b_rq = tl.load(norm_q + slot * BT + o_i)
-        b_rk = tl.load(norm_k + slot * BT + o_i)
-        b_q *= b_rq[:, None]
-        b_k *= b_rk[:, None]
-    if DECAY == 2:
-        rate = 1.0
-        if GATE:
-            rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-            dt_bias += i_hv * K
-        p_gate = log_decay + (first_row * HV + i_hv) * K
-        b_g = load_gate(p_gate, dt_bias, o_i * (HV * K), o_k, m_t, rate, lower_bound, K, GATE)
-    if DECAY == 1:
-        b_h = tl.load(log_decay + i_row + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_h = activate_gate(b_h, 0.0, 1.0, lower_bound, m_t, 0)
-        b_upto, b_after = head_sums(b_h, BT)
-
-    # rows as readers: dq and kpos
-    b_dq = tl.zeros([BT, BK], tl.float32)
-    b_kp = tl.zeros([BT, BK], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_tv = m_t[:, None] & (o_v < V)[None, :]
-        o_block = i_row * V + o_i[:, None] * (HV * V) + o_v[None, :]
-        p_state = slot * V * KP + o_v[:, None] * KP + o_k[None, :]
-        b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
-        b_do = tl.load(do + o_block, mask=m_tv, other=0.0).to(DT)
-        b_dq = tl.dot(b_do, b_s, b_dq, input_precision="tf32x3")
-        if ERASE:
-            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0).to(DT)
-            b_kp = tl.dot(b_dv, b_s, b_kp, input_precision="tf32x3")
-    if DECAY == 2:
-        b_e = tl.exp2(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
-        b_dq *= b_e * scale
-        b_kp *= -b_e
-        for i_l in range(NUM_LEVELS):
-            m_pair = level_pairs(i_l, BT, False)
-            b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE))
-            b_ke = (b_k * b_e).to(DT)
-            b_dp = tl.where(m_pair, tl.load(d_scores + o_matrix), 0.0).to(DT)
-            b_dq += b_e * tl.dot(b_dp, b_ke, input_precision="tf32x3")
+    b_left = 0.0
+    b_total = 0.0
+    for i_k in range(0, KP, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_tk = m_t[:, None] & (o_k < K)[None, :]
+        o_key = o_w[:, None] * (H * K) + o_k[None, :]
+        b_dq = tl.zeros([BT, BK], tl.float32)
+        b_kp = tl.zeros([BT, BK], tl.float32)
+        b_kn = tl.zeros([BT, BK], tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            o_block = o_w[:, None] * (HV * V) + o_v[None, :]
+            m_tv = m_t[:, None] & (o_v < V)[None, :]
+            p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
+            b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
+            b_do = tl.load(do + o_block, mask=m_tv, other=0.0).to(DT)
+            b_dq = tl.dot(b_do, b_s, b_dq, input_precision="tf32x3")
             if ERASE:
-                b_dn = tl.where(m_pair, tl.load(d_coupling + o_matrix), 0.0).to(DT)
-                b_kp += b_e * tl.dot(b_dn, b_ke, input_precision="tf32x3")
-        b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)
-        b_dq += b_diagonal[:, None] * b_k
-    else:
-        b_dp = tl.load(d_scores + o_matrix).to(tl.float32)
-        if ERASE:
-            b_dn = tl.load(d_coupling + o_matrix).to(tl.float32)
-        if DECAY == 1:
-            b_dq *= tl.exp(b_upto)[:, None]
-            b_kp *= tl.exp(b_upto)[:, None]
-            b_e = head_decay_matrix(b_h, BT, False)
-            b_dp *= b_e
-            if ERASE:
-                b_dn *= b_e
-        b_dq = tl.dot(b_dp.to(DT), b_k.to(DT), b_dq * scale, input_precision="tf32x3")
-        if ERASE:
-            b_kp = tl.dot(b_dn.to(DT), b_k.to(DT), -b_kp, input_precision="tf32x3")
-    b_dg = b_q * b_dq + b_k * b_kp
-    if QK_NORM:
-        b_dq = b_rq[:, None] * (b_dq - b_q * tl.load(along_q + slot * BT + o_i)[:, None])
-    o_grad = i_row * K + o_i[:, None] * (HV * K) + o_k[None, :]
-    tl.store(dq + o_grad, b_dq.to(dq.dtype.element_ty), mask=m_tk)
-
-    # rows as writers: kneg
-    b_kn = tl.zeros([BT, BK], tl.float32)
-    b_left = tl.zeros([BK], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_tv = m_t[:, None] & (o_v < V)[None, :]
-        o_block = i_row * V + o_i[:, None] * (HV * V) + o_v[None, :]
-        p_state = slot * V * KP + o_v[:, None] * KP + o_k[None, :]
-        b_ds = tl.load(d_states + p_state, mask=(o_v < V)[:, None], other=0.0)
-        b_u = tl.load(errors + o_block, mask=m_tv, other=0.0).to(tl.float32) * b_beta[:, None]
-        b_kn = tl.dot(b_u.to(DT), b_ds.to(DT), b_kn, input_precision="tf32x3")
+                b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0).to(DT)
+                b_kp = tl.dot(b_dv, b_s, b_kp, input_precision="tf32x3")
+            b_ds = tl.load(d_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
+            b_e = tl.load(errors + o_block, mask=m_tv, other=0.0).to(DT)
+            b_kn = tl.dot(b_e, b_ds, b_kn, input_precision="tf32x3")
+            if DECAY:
+                b_left += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
+        b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
+        b_k = tl.load(k + o_key, mask=m_tk, other=0.0)
+        if QK_NORM:
+            b_q = b_q.to(tl.float32) * b_rq[:, None]
+            b_k = b_k.to(tl.float32) * b_rk[:, None]
+        b_qh = b_q.to(DT)
+        b_kh = b_k.to(DT)
         if DECAY:
-            b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0)
-            b_left += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
-    if DECAY == 2:
-        b_kn *= tl.exp2(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
-        b_left = b_left * tl.exp2(tl.sum(b_g, 0)) + tl.sum(b_k * b_kn, 0)
-        for i_l in range(NUM_LEVELS):
-            m_turned = level_pairs(i_l, BT, True)
-            b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE))
-            b_dp = tl.where(m_turned, tl.load(d_scores + o_turned), 0.0).to(DT)
-            b_sum = tl.dot(b_dp, (b_q * b_e).to(DT), input_precision="tf32x3")
-            if ERASE:
-                b_dn = tl.where(m_turned, tl.load(d_coupling + o_turned), 0.0).to(DT)
-                b_sum = tl.dot(b_dn, (b_k * b_e).to(DT), b_sum, input_precision="tf32x3")
-            b_kn += b_e * b_sum
-        b_kn += b_diagonal[:, None] * b_q
-    else:
-        b_dp = tl.load(d_scores + o_turned).to(tl.float32)
+            b_dq *= (tl.exp(b_upto) * scale)[:, None]
+            b_kp *= tl.exp(b_upto)[:, None]
+            b_kn *= (tl.exp(b_after) * b_beta)[:, None]
+            b_writes = tl.sum(b_k.to(tl.float32) * b_kn, 1)
+            b_total += tl.sum(b_writes)
+            b_dh += tl.sum(b_q.to(tl.float32) * b_dq - b_k.to(tl.float32) * b_kp, 1) - b_writes
+        else:
+            b_dq *= scale
+            b_kn *= b_beta[:, None]
+        b_dq = tl.dot(b_dp, b_kh, b_dq, input_precision="tf32x3")
+        b_kn = tl.dot(b_dpt, b_qh, b_kn - b_kp, input_precision="tf32x3")
         if ERASE:
-            b_dn = tl.load(d_coupling + o_turned).to(tl.float32)
-        if DECAY == 1:
-            b_kn *= tl.exp(b_after)[:, None]
-            b_left = b_left * tl.exp(tl.sum(b_h, 0)) + tl.sum(b_k * b_kn, 0)
-            b_e = head_decay_matrix(b_h, BT, True)
-            b_dp *= b_e
-            if ERASE:
-                b_dn *= b_e
-        b_kn = tl.dot(b_dp.to(DT), b_q.to(DT), b_kn, input_precision="tf32x3")
-        if ERASE:
-            b_kn = tl.dot(b_dn.to(DT), b_k.to(DT), b_kn, input_precision="tf32x3")
-    b_dg -= b_k * b_kn
-    b_dk = b_kp + b_kn
-    if QK_NORM:
-        b_dk = b_rk[:, None] * (b_dk - b_k * tl.load(along_k + slot * BT + o_i)[:, None])
-    tl.store(dk + o_grad, b_dk.to(dk.dtype.element_ty), mask=m_tk)
+            b_kn = tl.dot(b_nh, b_kh, b_kn, input_precision="tf32x3")
+        if QK_NORM:
+            b_dq = b_rq[:, None] * (b_dq - b_q * b_cq[:, None])
+            b_kn = b_rk[:, None] * (b_kn - b_k * b_ck[:, None])
+        o_grad = i_row * K + o_w[:, None] * (HV * K) + o_k[None, :]
+        tl.store(dq + o_grad, b_dq.to(dq.dtype.element_ty), mask=m_tk)
+        tl.store(dk + o_grad, b_kn.to(dk.dtype.element_ty), mask=m_tk)
 
     if DECAY == 1:
-        b_dh = tl.sum(tl.where(o_i[:, None] <= o_i[None, :], tl.sum(b_dg, 1)[None, :], 0.0), 1) + tl.sum(b_left, 0)
-        b_dh = tl.where(b_h > SMALLEST_LOG_DECAY, b_dh, 0.0)
-        tl.store(d_gate + i_k.to(tl.int64) * num_rows * HV + i_row + o_i * HV, b_dh, mask=m_t)
-    elif DECAY == 2:
-        m_from = tl.load(steps + (NUM_LEVELS + 2) * BT * BT + o_i[:, None] * BT + o_i[None, :])
-        b_dg = exact_dot(m_from, b_dg, True) + b_left[None, :]
-        b_x = tl.load(p_gate + o_i[:, None] * (HV * K) + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-        if GATE:
-            b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-        b_g = activate_gate(b_x, 0.0, rate, lower_bound, m_tk, GATE)
-        # a factor and not a mask: Triton 3.6 moves masks between layouts wrongly for narrow blocks
-        b_dg *= tl.where(m_tk & (b_g > SMALLEST_LOG_DECAY), 1.0, 0.0)
-        if GATE == 1:
-            tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(tl.sum(b_dg * b_g, 1), 0))
-            b_dg *= -rate * tl.sigmoid(b_x)
-        elif GATE == 2:
-            b_share = tl.sigmoid(rate * b_x)
-            b_slope = b_dg * lower_bound * b_share * (1.0 - b_share)
-            # a saturated gate has slope 0, whatever its rate
-            b_dg = tl.where(b_slope == 0.0, 0.0, b_slope * rate)
-            tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(tl.sum(b_dg * b_x, 1), 0))
-        if GATE:
-            tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 0), mask=m_k)
-        tl.store(d_gate + o_grad, b_dg.to(d_gate.dtype.element_ty), mask=m_tk)
+        # rows and columns arrive in different layouts
+        m_from = o_i[:, None] <= o_i[None, :]
+        b_from = tl.sum(tl.where(m_from, b_dh[None, :], 0.0), 1)
+        b_from -= tl.sum(tl.where(m_from, b_column[None, :], 0.0), 1)
+        b_from += b_left * tl.exp(tl.sum(b_h, 0)) + b_total
+        b_from = tl.where(b_h > SMALLEST_LOG_DECAY, b_from, 0.0)
+        tl.store(d_gate + i_row + o_i * HV, b_from.to(d_gate.dtype.element_ty), mask=m_t)

@@ -16,18 +16,20 @@ class Blocks(NamedTuple):
     scan: tuple  # value channels of one program, warps, stages
     few_heads: tuple  # the same where that leaves processors idle
     reverse: tuple  # the same for the scan back
-    gradient: tuple  # key channels of one program, value channels at a time, warps, stages
+    channels: tuple  # gradients with decay per channel: value channels at a time, warps, stages
+    heads: tuple  # gradients with one decay per head: key channels and value channels at a time, warps, stages
+    plain: tuple  # the same without decay
 
 
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew.
 # Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that.
 BLOCKS = {
-    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 64, 4, 1)),
-    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 64, 4, 1)),
-    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 64, 4, 1)),
-    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1)),
-    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1)),
-    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (64, 32, 4, 1)),
+    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), (64, 64, 8, 1), (64, 64, 4, 1)),
+    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), (128, 64, 8, 1), (64, 64, 4, 1)),
+    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), (64, 64, 8, 1), (64, 64, 4, 1)),
+    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
+    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
+    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
 }
 MIN_PADDED_K = 64
 # programs of the scan that fill an H200
@@ -70,4 +72,18 @@ def step_masks(device):
     # memory of a graph under capture holds nothing until the graph runs
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         STEP_MASKS[device] = masks
+    return masks
+
+
+PAIR_MASKS = {}
+
+
+def pair_masks(device):
+    """[6, C, C] int16, all bits set where two tokens meet at level l: in halves of the same 2^(l+1) rows."""
+    if device in PAIR_MASKS:
+        return PAIR_MASKS[device]
+    i = torch.arange(CHUNK, device=device)
+    masks = torch.stack([-((i[:, None] >> level) ^ 1 == (i[None, :] >> level)).short() for level in range(NUM_LEVELS)])
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        PAIR_MASKS[device] = masks
     return masks

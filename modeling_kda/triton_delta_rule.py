@@ -16,8 +16,19 @@ try:
 except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
-from .triton_chunk_backward import chunk_gradient_kernel, reverse_scan_kernel, score_gradient_kernel
-from .triton_chunk_blocks import BLOCKS, CHUNK, FULL_GRID, MIN_PADDED_K, NUM_LEVELS, fit, shared_memory_of, step_masks
+from .triton_chunk_backward import head_gradient_kernel, reverse_scan_kernel
+from .triton_chunk_blocks import (
+    BLOCKS,
+    CHUNK,
+    FULL_GRID,
+    MIN_PADDED_K,
+    NUM_LEVELS,
+    fit,
+    pair_masks,
+    shared_memory_of,
+    step_masks,
+)
+from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
 
@@ -265,19 +276,17 @@ def _backward(
     dv, d_beta, d_states, d_state, parts = _reverse_scan(
         p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state
     )
-    d_scores, d_coupling = torch.empty_like(scores), torch.empty_like(erasing)
-    along = torch.empty_like(norms)
-    if p.slots:
-        score_gradient_kernel[(p.slots * p.HV,)](
-            v, o, do, dv, beta, parts, errors, cu_seqlens, d_scores, d_coupling, d_beta, *along,
-            scale, **p.lengths, num_rows=p.rows, NUM_PARTS=parts.shape[0], HV=p.HV, V=p.V, BV=p.blocks.gradient[1],
-            **p.write, QK_NORM=qk_norm, **p.varlen, DT=p.wide_dtype, num_warps=4, num_stages=1,
+    before = dv, norms, errors, states, d_states, scores
+    if p.decay == 2:
+        gradients = _channel_gradients(
+            p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, erasing, total, parts, d_beta, scale,
+            bound,
         )  # fmt: skip
-    gradients = _chunk_gradients(
-        p, do, q, k, beta, gate, A_log, dt_bias, cu_seqlens, dv, norms, errors, states, d_states, d_scores,
-        d_coupling, along, scale, bound,
-    )  # fmt: skip
+    else:
+        gradients = _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_beta, scale)
     dq, dk, d_gate, d_rate, d_bias = gradients
+    if p.HV != p.H:
+        dq, dk = (g.view(p.B, p.T, p.H, -1, p.K).sum(3).to(x.dtype) for g, x in ((dq, q), (dk, k)))
     return dq, dk, dv, d_beta, d_gate, d_state, d_rate, d_bias
 
 
@@ -298,34 +307,51 @@ def _reverse_scan(p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, 
     return dv, d_beta, d_states, d_state, parts
 
 
-def _chunk_gradients(
-    p, do, q, k, beta, gate, A_log, dt_bias, cu_seqlens, dv, norms, errors, states, d_states, d_scores, d_coupling,
-    along, scale, bound,
+def _key_gradients(p, q, k):
+    """Buffers for the gradients of q and k, of each value head: fp32 where several share a key head."""
+    return (x.new_empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if p.HV != p.H else x.dtype) for x in (q, k))
+
+
+def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_beta, scale):
+    dv, norms, errors, states, d_states, scores = before
+    BK, BV, warps, stages = p.blocks.heads if p.decay else p.blocks.plain
+    dq, dk = _key_gradients(p, q, k)
+    d_gate = q.new_empty(0) if gate is None else torch.empty_like(gate)
+    if p.slots:
+        head_gradient_kernel[(p.slots * p.HV,)](
+            q, k, v, o, gate, beta, parts, errors, do, dv, cu_seqlens, *norms, scores, states, d_states,
+            dq, dk, d_beta, d_gate, scale, **p.lengths, num_rows=p.rows, NUM_PARTS=parts.shape[0], **p.key_sizes,
+            V=p.V, BK=BK, BV=BV, **p.gate, **p.write, QK_NORM=p.qk_norm, PRECISE=p.precise, **p.varlen,
+            DT=p.wide_dtype, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return dq, dk, d_gate, q.new_empty(0), q.new_empty(0)
+
+
+def _channel_gradients(
+    p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, erasing, total, parts, d_beta, scale, bound,
 ):  # fmt: skip
-    BK, BV, warps, stages = p.blocks.gradient
-    blocks = p.KP // BK
-    grouped = p.HV != p.H
-    dq, dk = (x.new_empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else x.dtype) for x in (q, k))
-    d_gate = q.new_empty(0)
-    if p.decay == 1:
-        d_gate = q.new_empty(blocks, *gate.shape, dtype=torch.float32)
-    elif p.decay == 2:
-        d_gate = torch.empty_like(gate)
+    dv, norms, errors, states, d_states, scores = before
+    BV, warps, stages = p.blocks.channels
+    blocks = p.KP // CHANNELS
+    dq, dk = _key_gradients(p, q, k)
+    d_gate = torch.empty_like(gate)
     fused = A_log is not None
     # slots past the end of a packed sequence stay unwritten
     d_rate = q.new_zeros(p.slots, p.HV, blocks, dtype=torch.float32) if fused else q.new_empty(0)
     d_bias = q.new_zeros(p.slots, p.HV, p.K, dtype=torch.float32) if fused else q.new_empty(0)
+    pairs = torch.empty_like(scores), torch.empty_like(erasing)
+    along = torch.empty_like(norms)
     if p.slots:
-        chunk_gradient_kernel[(p.slots * p.HV, blocks)](
-            q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), *norms, states,
-            d_states, d_scores, d_coupling, *along, dq, dk, d_gate, d_rate, d_bias, scale, bound, **p.lengths,
-            num_rows=p.rows, **p.key_sizes, V=p.V, BK=BK, BV=BV, **p.gate, **p.write, **p.activations, **p.varlen,
-            DT=p.wide_dtype, num_warps=warps, num_stages=stages,
+        options = {**p.lengths, "V": p.V, "BV": BV, **p.write, **p.varlen, "DT": p.wide_dtype}
+        score_gradient_kernel[(p.slots * p.HV,)](
+            v, o, do, dv, beta, parts, errors, cu_seqlens, *pairs, d_beta, *along, scale, num_rows=p.rows,
+            NUM_PARTS=parts.shape[0], HV=p.HV, QK_NORM=p.qk_norm, **options, num_warps=4, num_stages=1,
         )  # fmt: skip
-    if grouped:
-        dq, dk = (g.view(p.B, p.T, p.H, -1, p.K).sum(3).to(x.dtype) for g, x in ((dq, q), (dk, k)))
-    if p.decay == 1:
-        d_gate = d_gate.sum(0).to(gate.dtype)
+        channel_gradient_kernel[(p.slots * p.HV, blocks)](
+            q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), pair_masks(q.device),
+            *norms, total, states, d_states, *pairs, *along, dq, dk, d_gate, d_rate, d_bias, scale, bound,
+            **p.key_sizes, BK=CHANNELS, **p.activations, **options, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     if fused:
         d_rate, d_bias = d_rate.sum((0, 2)).to(A_log.dtype), d_bias.sum(0).view_as(dt_bias).to(dt_bias.dtype)
     return dq, dk, d_gate, d_rate, d_bias

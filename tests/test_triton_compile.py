@@ -17,11 +17,17 @@ from triton.compiler import ASTSource  # noqa: E402
 from modeling_kda import triton_delta_rule as host  # noqa: E402
 
 KERNELS = ("prep_kernel", "prep_head_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel",
-           "chunk_gradient_kernel")  # fmt: skip
+           "channel_gradient_kernel", "head_gradient_kernel")  # fmt: skip
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
-POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+POINTER = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+}
 # bytes of registers that ptxas may keep in memory: the two kernels with six levels do not fit in 255 registers
-SPILLS = {"prep_kernel": 320, "prep_head_kernel": 64, "chunk_gradient_kernel": 900}
+SPILLS = {"prep_kernel": 320, "prep_head_kernel": 64, "channel_gradient_kernel": 640, "head_gradient_kernel": 256}
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
@@ -84,9 +90,10 @@ def stack_bytes(compiled, path):
     ("capability", "K", "decay", "names"),
     [
         (90, 128, 2, ("prep_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
-        (90, 128, 2, ("chunk_gradient_kernel",)),
+        (90, 128, 2, ("channel_gradient_kernel",)),
         (90, 64, 2, ("prep_kernel", "scan_kernel", "reverse_scan_kernel")),
-        (90, 128, 1, ("prep_head_kernel", "scan_kernel", "reverse_scan_kernel")),
+        (90, 128, 1, ("prep_head_kernel", "scan_kernel", "reverse_scan_kernel", "head_gradient_kernel")),
+        (90, 128, 0, ("head_gradient_kernel",)),
         (80, 128, 2, ("scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
         (100, 128, 2, ("scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
     ],
