@@ -167,18 +167,13 @@ def score_gradient_kernel(
         o_block = o_i[:, None] * (HV * V) + o_v[None, :]
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         b_do = tl.load(do + i_row * V + o_block, mask=m_tv, other=0.0)
-        o_turned = o_v[:, None] + o_i[None, :] * (HV * V)
-        m_vt = (o_v < V)[:, None] & m_t[None, :]
-        b_et = tl.load(errors + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-        b_dp += tl.dot(b_do.to(DT), b_et, input_precision="tf32x3")
         b_e = tl.load(errors + i_row * V + o_block, mask=m_tv, other=0.0).to(DT)
-        b_dot = tl.load(do + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-        b_dpt += tl.dot(b_e, b_dot, input_precision="tf32x3")
+        b_dp = tl.dot(b_do.to(DT), tl.trans(b_e), b_dp, input_precision="tf32x3")
+        b_dpt = tl.dot(b_e, tl.trans(b_do.to(DT)), b_dpt, input_precision="tf32x3")
         if ERASE:
-            b_dvt = tl.load(dv + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-            b_dnt -= tl.dot(b_e, b_dvt, input_precision="tf32x3")
             b_dv = tl.load(dv + i_row * V + o_block, mask=m_tv, other=0.0)
-            b_dn -= tl.dot(b_dv.to(DT), b_et, input_precision="tf32x3")
+            b_dn = tl.dot(b_dv.to(DT), tl.trans(b_e), b_dn, input_precision="tf32x3")
+            b_dnt = tl.dot(b_e, tl.trans(b_dv.to(DT)), b_dnt, input_precision="tf32x3")
             if QK_NORM:
                 b_v = tl.load(v + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
                 b_o = tl.load(o + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
@@ -190,7 +185,7 @@ def score_gradient_kernel(
     b_dp = tl.where(lower, b_dp * b_beta[None, :], b_dpt * b_beta[:, None]) * scale
     tl.store(d_scores + slot * BT * BT + o_matrix, b_dp.to(d_scores.dtype.element_ty))
     if ERASE:
-        b_dn = tl.where(lower, b_dn * b_beta[None, :], b_dnt * b_beta[:, None])
+        b_dn = -tl.where(lower, b_dn * b_beta[None, :], b_dnt * b_beta[:, None])
         tl.store(d_coupling + slot * BT * BT + o_matrix, b_dn.to(d_coupling.dtype.element_ty))
     b_db = tl.zeros([BT], tl.float32)
     p_part = d_beta_parts + i_row
@@ -251,9 +246,10 @@ def channel_gradient_kernel(
     """dq, dk (of this value head), and the gradient of the log-decays or of their logits, for BK key channels of one
     chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias. Tiles are [channels, tokens],
     so that the operands of the levels go from registers into the products."""
-    i_s = tl.program_id(0) // HV
-    i_hv = tl.program_id(0) % HV
-    i_k = tl.program_id(1)
+    # the blocks of channels of one chunk beside each other, so that the second finds in L2 what the first has read
+    i_k = tl.program_id(0) % (KP // BK)
+    i_s = tl.program_id(0) // (KP // BK) // HV
+    i_hv = tl.program_id(0) // (KP // BK) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
     if i_t * BT >= length:
         return
