@@ -88,7 +88,7 @@ def total_parameters(model) -> int:
 
     Args: model: a model, or a config, from which one is made on the meta device (no memory is used).
     """
-    return sum(_sizes(_materialised(model)).values())
+    return sum(_sizes(_model_of(model)).values())
 
 
 def active_parameters(model) -> int:
@@ -97,7 +97,7 @@ def active_parameters(model) -> int:
 
     Args: model: as in `total_parameters`.
     """
-    model = _materialised(model)
+    model = _model_of(model)
     config, sizes = model.config, _sizes(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -106,7 +106,7 @@ def active_parameters(model) -> int:
     return sum(sizes.values()) - unused - read
 
 
-def _materialised(model):
+def _model_of(model):
     if isinstance(model, PreTrainedModel):
         return model
     with torch.device("meta"):
