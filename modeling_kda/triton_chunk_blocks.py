@@ -17,19 +17,23 @@ class Blocks(NamedTuple):
     few_heads: tuple  # the same where that leaves processors idle
     reverse: tuple  # the same for the scan back
     channels: tuple  # gradients with decay per channel: value channels at a time, warps, stages
-    heads: tuple  # gradients with one decay per head: key channels and value channels at a time, warps, stages
-    plain: tuple  # the same without decay
+    gated: tuple  # with one decay per head and erasing: key channels and value channels at a time, warps, stages
+    decaying: tuple  # with one decay per head
+    erasing: tuple  # with erasing alone
+    adding: tuple  # with neither
 
 
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew.
 # Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that.
+# blocks of the gradients with one decay per head or none
+SLIM, WIDE, FULL, EXACT = (64, 64, 4, 1), (64, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)
 BLOCKS = {
-    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), (64, 64, 8, 1), (64, 64, 4, 1)),
-    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), (128, 64, 8, 1), (64, 64, 4, 1)),
-    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), (64, 64, 8, 1), (64, 64, 4, 1)),
-    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
-    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
-    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
+    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
+    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), FULL, WIDE, SLIM, WIDE),
+    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
+    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
+    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
+    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
 }
 MIN_PADDED_K = 64
 # programs of the scan that fill an H200

@@ -115,24 +115,24 @@ def keep_bits(x, bits, PRECISE: tl.constexpr):
 
 @triton.jit
 def step_sums(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """Exponents [channels, tokens]: log-decays times matrix i_m of `steps`, as in sum_steps."""
+    """Exponents: matrix i_m of `steps` times the log-decays, as in sum_steps."""
     o_i = tl.arange(0, BT)
-    m = tl.load(steps + i_m * BT * BT + o_i[:, None] + o_i[None, :] * BT)
-    return exact_dot(b_g, m, False) if PRECISE else tl.dot(b_g, m)
+    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
+    return exact_dot(m, b_g, True) if PRECISE else tl.dot(m, b_g)
 
 
 @triton.jit
 def sums_from(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """[channels, tokens] summed over the tokens from each one on: in two bf16 parts, in three for fp32."""
+    """Sums over the tokens from each one on: in two bf16 parts, in three for fp32."""
     o_i = tl.arange(0, BT)
-    m = tl.load(steps + i_m * BT * BT + o_i[:, None] + o_i[None, :] * BT)
+    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
     if PRECISE:
-        b_sum = exact_dot(b_g, m, False)
+        b_sum = exact_dot(m, b_g, True)
     else:
         hi = b_g.to(BF16_OPERAND)
         lo = (b_g - hi.to(tl.float32)).to(BF16_OPERAND)
         m = m.to(BF16_OPERAND)
-        b_sum = tl.dot(hi, m, tl.dot(lo, m))
+        b_sum = tl.dot(m, hi, tl.dot(m, lo))
     return b_sum
 
 
@@ -167,13 +167,18 @@ def score_gradient_kernel(
         o_block = o_i[:, None] * (HV * V) + o_v[None, :]
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         b_do = tl.load(do + i_row * V + o_block, mask=m_tv, other=0.0)
+        o_turned = o_v[:, None] + o_i[None, :] * (HV * V)
+        m_vt = (o_v < V)[:, None] & m_t[None, :]
+        b_et = tl.load(errors + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
+        b_dp += tl.dot(b_do.to(DT), b_et, input_precision="tf32x3")
         b_e = tl.load(errors + i_row * V + o_block, mask=m_tv, other=0.0).to(DT)
-        b_dp = tl.dot(b_do.to(DT), tl.trans(b_e), b_dp, input_precision="tf32x3")
-        b_dpt = tl.dot(b_e, tl.trans(b_do.to(DT)), b_dpt, input_precision="tf32x3")
+        b_dot = tl.load(do + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
+        b_dpt += tl.dot(b_e, b_dot, input_precision="tf32x3")
         if ERASE:
+            b_dvt = tl.load(dv + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
+            b_dnt -= tl.dot(b_e, b_dvt, input_precision="tf32x3")
             b_dv = tl.load(dv + i_row * V + o_block, mask=m_tv, other=0.0)
-            b_dn = tl.dot(b_dv.to(DT), tl.trans(b_e), b_dn, input_precision="tf32x3")
-            b_dnt = tl.dot(b_e, tl.trans(b_dv.to(DT)), b_dnt, input_precision="tf32x3")
+            b_dn -= tl.dot(b_dv.to(DT), b_et, input_precision="tf32x3")
             if QK_NORM:
                 b_v = tl.load(v + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
                 b_o = tl.load(o + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
@@ -181,11 +186,10 @@ def score_gradient_kernel(
                 b_cq += tl.sum(b_o * b_do.to(tl.float32), 1)
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
     o_matrix = o_i[:, None] * BT + o_i[None, :]
-    lower = o_i[:, None] >= o_i[None, :]
-    b_dp = tl.where(lower, b_dp * b_beta[None, :], b_dpt * b_beta[:, None]) * scale
+    b_dp = tl.where(o_i[:, None] >= o_i[None, :], b_dp * b_beta[None, :], b_dpt * b_beta[:, None]) * scale
     tl.store(d_scores + slot * BT * BT + o_matrix, b_dp.to(d_scores.dtype.element_ty))
     if ERASE:
-        b_dn = -tl.where(lower, b_dn * b_beta[None, :], b_dnt * b_beta[:, None])
+        b_dn = tl.where(o_i[:, None] > o_i[None, :], b_dn * b_beta[None, :], b_dnt * b_beta[:, None])
         tl.store(d_coupling + slot * BT * BT + o_matrix, b_dn.to(d_coupling.dtype.element_ty))
     b_db = tl.zeros([BT], tl.float32)
     p_part = d_beta_parts + i_row
@@ -206,23 +210,22 @@ def add_level(
     i_l, steps, pairs, d_scores, d_coupling, o_matrix, b_g, b_q, b_k, b_dq, b_dk, b_dg,
     BT: tl.constexpr, ERASE: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dG with what the pairs that meet at level i_l add, [channels, tokens]."""
+    """dq, dk and dG with what the pairs that meet at level i_l add."""
     o_i = tl.arange(0, BT)
-    right = (((o_i >> i_l) & 1) == 1)[None, :]
+    right = (((o_i >> i_l) & 1) == 1)[:, None]
     b_bits = tl.load(pairs + i_l * BT * BT + o_i[:, None] * BT + o_i[None, :])
     # an offset of 0 that depends on the level: kept in registers across the levels, the matrices would spill
-    o_matrix += (i_l >> 3) * (BT * BT)
+    b_p = keep_bits(tl.load(d_scores + o_matrix + (i_l >> 3) * (BT * BT)), b_bits, PRECISE)
     b_e = exp2_flushed(step_sums(steps, i_l, b_g, BT, PRECISE))
     b_ke = scaled(b_k, b_e, DT)
     b_w = tl.where(right, scaled(b_q, b_e, DT), b_ke)
-    b_p = keep_bits(tl.load(d_scores + o_matrix), b_bits, PRECISE)
-    b_x = tl.dot(b_w, b_p.to(DT), input_precision="tf32x3")
+    b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
     b_dq += tl.where(right, b_e, 0.0) * b_x
     sign = tl.where(right, 1.0, -1.0)
     if ERASE:
-        b_n = keep_bits(tl.load(d_coupling + o_matrix), b_bits, PRECISE)
+        b_n = keep_bits(tl.load(d_coupling + o_matrix + (i_l >> 3) * (BT * BT)), b_bits, PRECISE)
         b_dg += tl.where(right, b_w.to(tl.float32), 0.0) * b_x
-        b_x = tl.dot(b_ke, b_n.to(DT), tl.where(right, 0.0, b_x), input_precision="tf32x3")
+        b_x = tl.dot(b_n.to(DT), b_ke, tl.where(right, 0.0, b_x), input_precision="tf32x3")
         b_dk += b_e * b_x
         b_dg += (b_ke.to(tl.float32) * sign) * b_x
     else:
@@ -244,12 +247,10 @@ def channel_gradient_kernel(
     PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk (of this value head), and the gradient of the log-decays or of their logits, for BK key channels of one
-    chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias. Tiles are [channels, tokens],
-    so that the operands of the levels go from registers into the products."""
-    # the blocks of channels of one chunk beside each other, so that the second finds in L2 what the first has read
-    i_k = tl.program_id(0) % (KP // BK)
-    i_s = tl.program_id(0) // (KP // BK) // HV
-    i_hv = tl.program_id(0) // (KP // BK) % HV
+    chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias."""
+    i_s = tl.program_id(0) // HV
+    i_hv = tl.program_id(0) % HV
+    i_k = tl.program_id(1)
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
     if i_t * BT >= length:
         return
@@ -257,7 +258,7 @@ def channel_gradient_kernel(
     o_k = i_k * BK + tl.arange(0, BK)
     m_t = i_t * BT + o_i < length
     m_k = o_k < K
-    m_kt = m_k[:, None] & m_t[None, :]
+    m_tk = m_t[:, None] & m_k[None, :]
     first_row = bos + i_t * BT
     i_row = first_row * HV + i_hv
     slot = i_s.to(tl.int64) * HV + i_hv
@@ -270,53 +271,53 @@ def channel_gradient_kernel(
     chunk_states += slot * V * KP
     d_states += slot * V * KP
     # 64-bit, because the compiler can fold the distances between those into the loads
-    o_t = o_i.to(tl.int64)[None, :]
-    o_key = o_t * (H * K) + o_k[:, None]
-    o_gate = o_t * (HV * K) + o_k[:, None]
+    o_t = o_i.to(tl.int64)[:, None]
+    o_key = o_t * (H * K) + o_k[None, :]
+    o_gate = o_t * (HV * K) + o_k[None, :]
 
     # what goes through the states
-    b_dq = tl.zeros([BK, BT], tl.float32)
-    b_kp = tl.zeros([BK, BT], tl.float32)
-    b_kn = tl.zeros([BK, BT], tl.float32)
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_kp = tl.zeros([BT, BK], tl.float32)
+    b_kn = tl.zeros([BT, BK], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        m_vt = (o_v < V)[:, None] & m_t[None, :]
-        o_block = o_t * (HV * V) + o_v[:, None]
-        p_state = o_v.to(tl.int64)[None, :] * KP + o_k[:, None]
+        m_v = (o_v < V)[:, None]
+        m_tv = m_t[:, None] & (o_v < V)[None, :]
+        o_block = o_t * (HV * V) + o_v[None, :]
+        p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
         b_s = tl.load(chunk_states + p_state, mask=m_v, other=0.0).to(DT)
-        b_do = tl.load(do + o_block, mask=m_vt, other=0.0).to(DT)
-        b_dq = tl.dot(b_s, b_do, b_dq, input_precision="tf32x3")
+        b_do = tl.load(do + o_block, mask=m_tv, other=0.0).to(DT)
+        b_dq = tl.dot(b_do, b_s, b_dq, input_precision="tf32x3")
         if ERASE:
-            b_dv = tl.load(dv + o_block, mask=m_vt, other=0.0).to(DT)
-            b_kp = tl.dot(b_s, b_dv, b_kp, input_precision="tf32x3")
+            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0).to(DT)
+            b_kp = tl.dot(b_dv, b_s, b_kp, input_precision="tf32x3")
         b_ds = tl.load(d_states + p_state, mask=m_v, other=0.0).to(DT)
-        b_u = tl.load(errors + o_block, mask=m_vt, other=0.0).to(DT)
-        b_kn = tl.dot(b_ds, b_u, b_kn, input_precision="tf32x3")
+        b_u = tl.load(errors + o_block, mask=m_tv, other=0.0).to(DT)
+        b_kn = tl.dot(b_u, b_ds, b_kn, input_precision="tf32x3")
 
     rate = 1.0
-    b_x = tl.load(log_decay + o_gate, mask=m_kt, other=0.0).to(tl.float32)
+    b_x = tl.load(log_decay + o_gate, mask=m_tk, other=0.0).to(tl.float32)
     if GATE:
         rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         dt_bias += i_hv * K
-        b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[:, None]
-    b_g = fast_gate(b_x, rate, lower_bound, m_kt, GATE, PRECISE) * LOG2_E
+        b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+    b_g = fast_gate(b_x, rate, lower_bound, m_tk, GATE, PRECISE) * LOG2_E
     if not PRECISE:
         b_g = b_g.to(tl.float16)
-    b_q = tl.load(q + o_key, mask=m_kt, other=0.0)
-    b_k = tl.load(k + o_key, mask=m_kt, other=0.0)
+    b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
+    b_k = tl.load(k + o_key, mask=m_tk, other=0.0)
     if QK_NORM:
-        b_q = scaled(b_q, tl.broadcast_to(tl.load(norm_q + slot * BT + o_i)[None, :], [BK, BT]), DT)
-        b_k = scaled(b_k, tl.broadcast_to(tl.load(norm_k + slot * BT + o_i)[None, :], [BK, BT]), DT)
+        b_q = scaled(b_q, tl.load(norm_q + slot * BT + o_i)[:, None] + tl.zeros_like(b_dq), DT)
+        b_k = scaled(b_k, tl.load(norm_k + slot * BT + o_i)[:, None] + tl.zeros_like(b_dq), DT)
     b_e = exp2_flushed(step_sums(steps, NUM_LEVELS, b_g, BT, PRECISE))
     b_dq *= b_e * scale
     b_dg = b_q.to(tl.float32) * b_dq
-    b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)[None, :]
+    b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)[:, None]
     b_dq += b_diagonal * b_k.to(tl.float32)
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-    b_kn *= exp2_flushed(step_sums(steps, NUM_LEVELS + 1, b_g, BT, PRECISE)) * b_beta[None, :]
+    b_kn *= exp2_flushed(step_sums(steps, NUM_LEVELS + 1, b_g, BT, PRECISE)) * b_beta[:, None]
     b_written = b_k.to(tl.float32) * b_kn
-    b_left = tl.sum(b_written, 1)
+    b_all = tl.sum(b_written, 0)
     b_dg -= b_written
     b_kp *= -b_e
     b_dg += b_k.to(tl.float32) * b_kp
@@ -330,45 +331,46 @@ def channel_gradient_kernel(
         )
 
     # what the state carries through the chunk; here, where registers are free
-    b_through = tl.zeros([BK, BV], tl.float32)
+    b_through = tl.zeros([BV, BK], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        p_state = o_v.to(tl.int64)[None, :] * KP + o_k[:, None]
+        m_v = (o_v < V)[:, None]
+        p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
         b_s = tl.load(chunk_states + p_state, mask=m_v, other=0.0).to(tl.float32)
         b_through += b_s * tl.load(d_states + p_state, mask=m_v, other=0.0).to(tl.float32)
-    b_left += tl.sum(b_through, 1) * tl.load(total + slot * KP + o_k)
+    b_left = tl.sum(b_through, 0) * tl.load(total + slot * KP + o_k) + b_all
     # loads with a policy of their own, or the compiler would keep the first ones in registers all the time
     if QK_NORM:
         b_r = tl.load(norm_q + slot * BT + o_i, eviction_policy="evict_first")
         b_c = tl.load(along_q + slot * BT + o_i) * b_r * b_r
-        b_u = tl.load(q + o_key, mask=m_kt, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_dq = b_r[None, :] * b_dq - b_u * b_c[None, :]
+        b_u = tl.load(q + o_key, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        b_dq = b_r[:, None] * b_dq - b_u * b_c[:, None]
         b_r = tl.load(norm_k + slot * BT + o_i, eviction_policy="evict_first")
         b_c = tl.load(along_k + slot * BT + o_i) * b_r * b_r
-        b_u = tl.load(k + o_key, mask=m_kt, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_dk = b_r[None, :] * b_dk - b_u * b_c[None, :]
-    o_gate += i_row * K
-    tl.store(dq + o_gate, b_dq.to(dq.dtype.element_ty), mask=m_kt)
-    tl.store(dk + o_gate, b_dk.to(dk.dtype.element_ty), mask=m_kt)
+        b_u = tl.load(k + o_key, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        b_dk = b_r[:, None] * b_dk - b_u * b_c[:, None]
+    dq += i_row * K
+    dk += i_row * K
+    d_gate += i_row * K
+    tl.store(dq + o_gate, b_dq.to(dq.dtype.element_ty), mask=m_tk)
+    tl.store(dk + o_gate, b_dk.to(dk.dtype.element_ty), mask=m_tk)
 
-    b_dg = sums_from(steps, NUM_LEVELS + 2, b_dg, BT, PRECISE) + b_left[:, None]
-    log_decay -= i_row * K
-    b_x = tl.load(log_decay + o_gate, mask=m_kt, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    b_dg = sums_from(steps, NUM_LEVELS + 2, b_dg, BT, PRECISE) + b_left[None, :]
+    b_x = tl.load(log_decay + o_gate, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if GATE:
-        b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0, eviction_policy="evict_first").to(tl.float32)[:, None]
+        b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0, eviction_policy="evict_first").to(tl.float32)[None, :]
     if GATE == 2:
         b_share = fast_sigmoid(rate * b_x)
-        b_slope = tl.where(m_kt & (lower_bound * b_share > SMALLEST_LOG_DECAY), b_share * (1.0 - b_share), 0.0)
+        b_slope = tl.where(m_tk & (lower_bound * b_share > SMALLEST_LOG_DECAY), b_share * (1.0 - b_share), 0.0)
         # a saturated gate has slope 0, whatever its rate
         b_dg = tl.where(b_slope == 0.0, 0.0, b_dg * b_slope * (lower_bound * rate))
         tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_x))
     else:
-        b_y = fast_gate(b_x, rate, lower_bound, m_kt, GATE, PRECISE)
-        b_dg = tl.where(m_kt & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
+        b_y = fast_gate(b_x, rate, lower_bound, m_tk, GATE, PRECISE)
+        b_dg = tl.where(m_tk & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
         if GATE == 1:
             tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_y))
             b_dg *= -rate * fast_sigmoid(b_x)
     if GATE:
-        tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 1), mask=m_k)
-    tl.store(d_gate + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_kt)
+        tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 0), mask=m_k)
+    tl.store(d_gate + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_tk)

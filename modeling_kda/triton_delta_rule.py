@@ -314,7 +314,8 @@ def _key_gradients(p, q, k):
 
 def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_beta, scale):
     dv, norms, errors, states, d_states, scores = before
-    BK, BV, warps, stages = p.blocks.heads if p.decay else p.blocks.plain
+    decaying, constant = (p.blocks.gated, p.blocks.erasing) if p.erase else (p.blocks.decaying, p.blocks.adding)
+    BK, BV, warps, stages = decaying if p.decay else constant
     dq, dk = _key_gradients(p, q, k)
     d_gate = q.new_empty(0) if gate is None else torch.empty_like(gate)
     if p.slots:
@@ -347,7 +348,7 @@ def _channel_gradients(
             v, o, do, dv, beta, parts, errors, cu_seqlens, *pairs, d_beta, *along, scale, num_rows=p.rows,
             NUM_PARTS=parts.shape[0], HV=p.HV, QK_NORM=p.qk_norm, **options, num_warps=4, num_stages=1,
         )  # fmt: skip
-        channel_gradient_kernel[(p.slots * p.HV * blocks,)](
+        channel_gradient_kernel[(p.slots * p.HV, blocks)](
             q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), pair_masks(q.device),
             *norms, total, states, d_states, *pairs, *along, dq, dk, d_gate, d_rate, d_bias, scale, bound,
             **p.key_sizes, BK=CHANNELS, **p.activations, **options, num_warps=warps, num_stages=stages,
