@@ -237,7 +237,9 @@ def test_logits(lower_bound, dtype):
 
 
 def record_segments(monkeypatch):
+    """Splitting is on, and the number of runs of every call is noted."""
     found, num_segments = [], host.num_segments
+    monkeypatch.setattr(host, "SPLIT_SEQUENCES", True)
 
     def record(p):
         found.append(num_segments(p))
