@@ -119,6 +119,9 @@ def ops():
         "rules and the rows so marked from unit keys, log-decays and write strengths."
         f"{_apart(peers.values())} {source(OPS)}",
     ]
+    if newer := results.get("newer_gradient_kernels"):
+        steps = ", ".join(f"{row['rule']} {row['before_ms']:.2f} to {row['step_ms']:.2f}" for row in newer["rows"])
+        lines += ["", f"The gradient kernels have changed since; their experiment saw, at H32, in ms: {steps}."]
     return "\n".join(lines)
 
 
