@@ -1,5 +1,6 @@
 """Numbers and formulas of the Kimi Linear and Kimi K3 reports, and mistakes that others made with them."""
 
+import copy
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from helpers import assert_different, assert_same, tiny_model
 from recurrence import PATHS
 
 from modeling_kda.layers import Decay, SiTU, l2norm
+from modeling_kda.token_layout import TokenLayout
 
 # the numbers below are given with six or seven digits
 DIGITS = 2e-6
@@ -169,16 +171,17 @@ def kda_layer(mixer, x, fault=None):
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     q = q * K**-0.5
     beta = mixer.beta_proj(x).sigmoid()
-    z = mixer.decay_b_proj(mixer.decay_a_proj(x)) + mixer.decay.dt_bias
-    z, A = z.unflatten(-1, (H, K)), mixer.decay.A_log.exp()[:, None]
+    bias, A = mixer.decay.dt_bias, mixer.decay.A_log.exp()[:, None]
+    bias = bias.view(K, H).T if fault == "bias channel by channel" else bias.view(H, K)
+    z = mixer.decay_b_proj(mixer.decay_a_proj(x)).unflatten(-1, (H, K)) + bias
     g = -A * F.softplus(z) if mixer.decay.lower_bound is None else mixer.decay.lower_bound * (A * z).sigmoid()
     S, o = x.new_zeros(x.shape[0], H, K, v.shape[-1]), []
     for t in range(x.shape[1]):
         undecayed, S = S, S * g[:, t].exp()[..., None]
         seen = undecayed if fault == "predicted from the undecayed state" else S
         r = v[:, t] - torch.einsum("bhkv,bhk->bhv", seen, k[:, t])
-        S = S + beta[:, t, :, None, None] * k[:, t, ..., None] * r[:, :, None]
-        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        unwritten, S = S, S + beta[:, t, :, None, None] * k[:, t, ..., None] * r[:, :, None]
+        o.append(torch.einsum("bhkv,bhk->bhv", unwritten if fault == "read before the write" else S, q[:, t]))
     o = torch.stack(o, 1)
     if hasattr(mixer, "output_gate_proj"):
         gate = mixer.output_gate_proj(x)
@@ -208,8 +211,34 @@ def test_a_kda_layer_is_the_reports_step_by_step(form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "fault", ["taps reversed", "no SiLU", "predicted from the undecayed state", "gate before the norm", "SiLU gate"]
+    "fault",
+    [
+        "taps reversed",
+        "no SiLU",
+        "bias channel by channel",
+        "predicted from the undecayed state",
+        "read before the write",
+        "gate before the norm",
+        "SiLU gate",
+    ],
 )
 def test_every_detail_of_the_layer_shows(form, fault):
     mixer, x = kimi_layer(form)
     assert_different(kda_layer(mixer, x, fault), mixer(x)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_write_strengths_and_decays_of_a_bf16_layer_are_fp32(form):
+    """A sigmoid in bf16 would be off by up to 2.7e-3, and a decay in bf16 forgets another past."""
+    mixer, x = kimi_layer(form)
+    mixer, x = mixer.to(torch.bfloat16), x.to(torch.bfloat16)
+    mixer.decay.float()
+    projected = mixer._project(x)
+    beta, log_decay = mixer._gates(projected, TokenLayout())
+    assert projected.beta_logits.dtype == projected.decay_logits.dtype == torch.bfloat16
+    assert beta.dtype == log_decay.dtype == torch.float32
+    exact = projected.beta_logits.double().sigmoid()
+    assert_same(beta, exact, DIGITS)
+    assert_different(projected.beta_logits.sigmoid(), exact, 1e-3)
+    wide = copy.deepcopy(mixer.decay).double()(projected.decay_logits.double())[0]
+    assert_same(log_decay, wide, DIGITS)
