@@ -211,9 +211,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(form, reentrant):
     saving.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for model in (plain, saving):
         model(ids).logits.square().mean().backward()
+    largest = max(p.grad.abs().max() for p in plain.parameters())
     for (name, p), q in zip(plain.named_parameters(), saving.parameters(), strict=True):
-        if name != "model.layers.0.mixer_residual.query":
-            assert_same(q.grad, p.grad, 1e-9 if "k_proj.bias" not in name else torch.inf)
+        # relative to all gradients: softmax does not see a key bias, whose gradient is nothing but rounding
+        assert (q.grad - p.grad).abs().max() <= EXACT * largest, name
 
 
 @pytest.mark.parametrize("form", FORMS)
