@@ -16,10 +16,11 @@ DECODE_STEPS = 32
 def cache_bytes(config, num_tokens, batch=1, dtype=torch.float32):
     """Bytes that a model keeps between two calls after `num_tokens` tokens, by formula.
 
-    A softmax layer keeps keys and values, 2 * heads * head_dim numbers a token in `dtype`. A recurrent layer keeps,
-    whatever the number of tokens, a state of value_heads * K * V numbers in float32 (float64 for a float64 model; one
-    more column where the output is normalised by the sum of its weights, twice the rows for the feature map
-    "hedgehog"), and the last inputs of its short convolution in `dtype`. `evaluate` compares this with a real cache.
+    A softmax layer keeps keys and values, 2 * heads * head_dim numbers a token in `dtype`; a latent layer the latent
+    and the shared key, kv_lora_rank + qk_rope_head_dim numbers a token. A recurrent layer keeps, whatever the number
+    of tokens, a state of value_heads * K * V numbers in float32 (float64 for a float64 model; one more column where
+    the output is normalised by the sum of its weights, twice the rows for the feature map "hedgehog"), and the last
+    inputs of its short convolution in `dtype`. `evaluate` compares this with a real cache.
 
     Args:
         config: a `KDAConfig` or `GPT2Config`.

@@ -94,7 +94,9 @@ def _keep_a_lone_layer(cache, config):
     before it has arrived (seen on an H200 as wrong logits).
     """
     if getattr(cache, "offloading", False) and config.layer_types.count("full_attention") == 1:
-        logger.warning_once("the cache stays on the GPU: a model with one softmax layer has nothing to fetch ahead")
+        logger.warning_once(
+            "the cache stays on the GPU: a model with one layer of attention has nothing to fetch ahead"
+        )
         cache.offloading = False
 
 

@@ -1,4 +1,4 @@
-"""The configuration of every model of the lineage, from GPT-2 (all ``softmax``) to a Kimi-Linear-like hybrid."""
+"""The configuration of every model of the lineage, from GPT-2 (all ``softmax``) to Kimi Linear and Kimi K3."""
 
 from dataclasses import fields
 from difflib import get_close_matches
@@ -48,7 +48,7 @@ class KDAConfig(ConfigChecks, PreTrainedConfig):
         position_embedding: `"learned"` (GPT-2) or `"none"`.
         max_position_embeddings: number of learned positions; with `"none"` only a hint about the training length.
         tie_word_embeddings: whether the head shares the input embedding.
-        attention_dropout: dropout on the attention weights of softmax layers, in training.
+        attention_dropout: dropout on the attention weights of `softmax` and `mla` layers, in training.
         hidden_dropout: dropout on the embeddings and on what mixers and MLPs add, in training.
         short_conv_kernel_size: taps W of the causal convolution on q, k and v of recurrent layers; 0 for none.
         short_conv_activation: `None`, `"silu"` or `"relu"`, applied after the convolution.

@@ -38,6 +38,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             hidden_states: [B, T, D]; with attention residuals the sum so far of the current block.
             mask: what this layer's mixer takes.
             bank: with attention residuals, the finished blocks, each [B, T, D].
+            cache: a transformers `Cache` with a layer of the mixer's kind at this place, or None.
 
         Returns: [B, T, D]. With attention residuals a tuple of it and the blocks that this layer finished.
         """

@@ -70,8 +70,9 @@ class KDAPreTrainedModel(PreTrainedModel):
         pp_size = distributed_config.get("pp_size") if given else getattr(distributed_config, "pp_size", None)
         if (pp_size or 1) > 1:
             raise ValueError(
-                f"pp_size must be 1, got {pp_size}: every pipeline stage would add the learned positions "
-                "again, and lose count of the tokens in the cache; shard with tp_size or fsdp_size"
+                f"pp_size must be 1, got {pp_size}: every pipeline stage would add the learned positions again, lose "
+                "count of the tokens in the cache, and miss the blocks that attention residuals read; shard with "
+                "tp_size or fsdp_size"
             )
         return super().prepare_distribute_model(distributed_config, *args, **kwargs)
 
@@ -122,7 +123,10 @@ class KDAModel(KDAPreTrainedModel):
         Raises: ValueError for inputs that contradict each other or that a recurrent layer cannot honour.
         """
         if kwargs.get("is_causal") is False and "linear_attention" in self.config.layer_types:
-            raise ValueError("is_causal=False needs softmax layers only: a recurrent layer reads from left to right")
+            raise ValueError(
+                "is_causal=False needs softmax or mla in every layer, because recurrent layers read from left to "
+                f"right; got stages {self.config.stages}"
+            )
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         if cache is not None:
             cache = adopt_cache(cache, self.config, inputs_embeds.shape[0])
@@ -155,7 +159,7 @@ class KDAModel(KDAPreTrainedModel):
         return self.embed_tokens(input_ids)
 
     def _masks(self, inputs, inputs_embeds, cache):
-        """What each kind of layer takes: a mask for softmax layers, the `TokenLayout` for recurrent ones."""
+        """What each kind of layer takes: recurrent ones the `TokenLayout`, all others a mask."""
         masks = {"linear_attention": inputs.layout, "full_attention": None}
         if isinstance(inputs.mask, dict):
             masks["full_attention"] = inputs.mask.get("full_attention")
