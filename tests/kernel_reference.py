@@ -20,7 +20,9 @@ BUDGET = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 if os.environ.get("TRITON_INTERPRET") == "1":
     # the interpreter cuts bits off where the device rounds
     BUDGET[torch.bfloat16] = 8e-3
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.bool: "i1"}
+# bytes that one program can have, by compute capability
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 FP32 = BUDGET[torch.float32]
 
 
@@ -59,7 +61,15 @@ class Recorder:
 
 
 def assert_fits(kernel, args, options, capability):
-    """The launch compiles for a GPU that need not be here, keeps everything in registers, and fits into it."""
+    """The launch compiles for a GPU that need not be here, keeps everything in registers, and fits into any."""
+    compiled = compile_launch(kernel, args, options, capability)
+    assert compiled.metadata.shared <= 99 * 1024
+    usage = resource_usage(compiled.asm["cubin"])
+    assert usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.__name__} {options} spills on sm_{capability}: {usage}"
+
+
+def compile_launch(kernel, args, options, capability):
+    """What Triton makes of a recorded launch for a GPU that need not be here."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -77,15 +87,11 @@ def assert_fits(kernel, args, options, capability):
             signature[parameter.name] = "*" + TYPES[value.dtype]
         else:
             signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-        if torch.is_tensor(value) or (isinstance(value, int) and value % 16 == 0):
+        aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+        if torch.is_tensor(value) or aligned:
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, hints)
-    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=given)
-    assert compiled.metadata.shared <= 99 * 1024
-    usage = resource_usage(compiled.asm["cubin"])
-    assert usage["STACK"] == usage["LOCAL"] == 0, (
-        f"{kernel.__name__} {constants} {given} spills on sm_{capability}: {usage}"
-    )
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=given)
 
 
 def resource_usage(cubin):

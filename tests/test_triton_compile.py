@@ -1,11 +1,10 @@
 """Every kernel of the chunked path compiles for GPUs that are not here, and fits them."""
 
 import os
-import re
-import subprocess
 
 import pytest
 import torch
+from kernel_reference import SHARED_MEMORY, Recorder, resource_usage
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -18,7 +17,6 @@ from modeling_kda import triton_delta_rule as host  # noqa: E402
 
 KERNELS = ("prep_kernel", "prep_head_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel",
            "channel_gradient_kernel", "head_gradient_kernel")  # fmt: skip
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 POINTER = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -35,15 +33,6 @@ SPILLS = {
     "channel_gradient_kernel": 640,
     "head_gradient_kernel": 256,
 }
-CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-
-
-class Recorder:
-    def __init__(self, kernel, launches):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.launches.append((self.kernel, args, options))
 
 
 @pytest.fixture
@@ -87,12 +76,6 @@ def compile_launch(kernel, args, options, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
 
 
-def stack_bytes(compiled, path):
-    path.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True)
-    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
-
-
 @pytest.mark.parametrize(
     ("capability", "K", "decay", "names"),
     [
@@ -105,9 +88,9 @@ def stack_bytes(compiled, path):
         (100, 128, 2, ("scan_kernel", "reverse_scan_kernel", "score_gradient_kernel")),
     ],
 )
-def test_kernels_fit_the_device(launches, tmp_path, capability, K, decay, names):
+def test_kernels_fit_the_device(launches, capability, K, decay, names):
     recorded = launches(capability, K, decay)
     for name in names:
         compiled = compile_launch(*recorded[name], capability)
         assert compiled.metadata.shared <= SHARED_MEMORY[capability], name
-        assert stack_bytes(compiled, tmp_path / "kernel.cubin") <= SPILLS.get(name, 128), name
+        assert resource_usage(compiled.asm["cubin"])["STACK"] <= SPILLS.get(name, 128), name

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from kernel_reference import (
     BUDGET,
-    TYPES,
+    SHARED_MEMORY,
     assert_close,
+    compile_launch,
     on_gpu,
     poison,
     recorded,
@@ -237,7 +238,6 @@ def test_the_keys_are_split_so_that_the_device_is_full(programs, key_blocks, slo
     assert splits == max(1, key_blocks // kernels.MIN_BLOCKS) or waves / -(-waves // 1) > 0.9
 
 
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 # (shape, dtype, mask): Kimi Linear, the same with drafted tokens and a mask, a small model, odd sizes in fp32
 LAUNCHES = {
     "kimi": ((1, 1, 32, 4096, 512, 64), torch.bfloat16, None),
@@ -262,28 +262,6 @@ def test_it_compiles_for_devices_that_are_not_here(name, capability, monkeypatch
         # two programs share a multiprocessor of the large ones
         assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if capability >= 90 else 1)
         assert resource_usage(compiled.asm["cubin"])["STACK"] <= 512
-
-
-def compile_launch(kernel, args, options, capability):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
-    signature, constants, hints = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = given.pop(parameter.name)
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif torch.is_tensor(value):
-            signature[parameter.name] = "*" + {**TYPES, torch.bool: "i1"}[value.dtype]
-        else:
-            signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-        aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        if not parameter.is_constexpr and (torch.is_tensor(value) or aligned):
-            hints[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, hints)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=given)
 
 
 @on_gpu
