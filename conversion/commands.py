@@ -141,6 +141,8 @@ def parse_stages(pattern, num_layers):
     Raises: ValueError for a pattern that cannot be read or does not fit the number of layers.
     """
     if pattern.strip() == "kimi":
+        from modeling_kda.presets import kimi_stages
+
         return kimi_stages(num_layers)
     stages = []
     for part in pattern.split(","):
@@ -153,11 +155,6 @@ def parse_stages(pattern, num_layers):
             f"the stage pattern {pattern!r} has {len(stages)} layers, which does not divide the model's {num_layers}"
         )
     return stages * (num_layers // len(stages))
-
-
-def kimi_stages(num_layers):
-    """The stages of Kimi Linear and Kimi K3: every fourth layer and the last one `mla`, the others `kda`."""
-    return ["mla" if i % 4 == 0 or i == num_layers else "kda" for i in range(1, num_layers + 1)]
 
 
 def parse_override(pair):

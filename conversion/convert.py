@@ -16,6 +16,7 @@ from modeling_kda.modeling_kda import KDAForCausalLM
 
 from .checkpoint import Checkpoint
 from .expressible import TITLES, check_expressible
+from .files import write_json
 from .fla_config import from_fla_config, to_fla_config
 from .kda_weights import model_shapes, parse_config
 from .kimi_config import from_kimi_config, to_kimi_config
@@ -26,7 +27,6 @@ from .model_folder import (
     copy_tokenizer,
     new_folder,
     save_config_and_code,
-    write_json,
 )
 from .mxfp4 import GROUP, quantise
 from .stored_tensors import PACKED, SCALE, StoredTensors

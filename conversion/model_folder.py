@@ -1,7 +1,6 @@
 """Writing a model folder that is complete or not there at all, without holding the whole model in memory."""
 
 import contextlib
-import json
 import os
 import shutil
 import uuid
@@ -17,6 +16,7 @@ from modeling_kda.configuration_kda import KDAConfig
 from modeling_kda.modeling_kda import KDAForCausalLM
 
 from .checkpoint import TOKENIZER_CODE, TOKENIZER_FILES, listed, read_json
+from .files import write_json
 
 # with the tensors of one layer beside it, well below the size of any checkpoint that has several
 MAX_SHARD_BYTES = 250_000_000
@@ -168,11 +168,6 @@ def copy_generation_config(source: Path, target: Path, config: KDAConfig):
         write_json(target / name, read_json(source / name))
     else:
         GenerationConfig.from_model_config(config).save_pretrained(target)
-
-
-def write_json(path: Path, content: dict):
-    """A JSON file that people can read."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _name_tokenizer_class(folder):

@@ -16,6 +16,7 @@ from modeling_kda.stages import STAGES
 
 from .balancing import RouterBalancing
 from .blocks import IGNORED
+from .latent_conversion import is_exact
 
 
 class DistillationTrainer(Trainer):
@@ -176,7 +177,7 @@ def layers_to_match(model):
     Kept softmax layers are the teacher's own, and so are latents of full size: an optimiser would only add noise.
     """
     config = model.config
-    lossy = config.kv_lora_rank < config.hidden_size or config.latent_norm
+    lossy = config.latent_norm or not is_exact(config)
     return [
         i
         for i, stage in enumerate(config.stages)

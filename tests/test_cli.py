@@ -16,6 +16,7 @@ from modeling_kda.conversion.commands import human_bytes, parse_override, parse_
 from modeling_kda.conversion.cost import cache_bytes
 from modeling_kda.conversion.distillation import Recipe
 from modeling_kda.conversion.files import load_tokenizer
+from modeling_kda.conversion.kimi_weights import FORMATS
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,11 @@ def test_distill_has_an_option_for_every_field_of_the_recipe():
             every += [f"--{field.name.replace('_', '-')}", "1"]
     parsed = vars(build_parser().parse_args(every))
     assert all(field.name in parsed for field in fields(Recipe))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_can_be_asked_for(form):
+    assert build_parser().parse_args(["convert", "source", "output", "--to", form]).to == form
 
 
 def test_the_help_of_distill_names_the_real_defaults(capsys):

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from modeling_kda import KDAConfig, KDAForCausalLM
 from modeling_kda.conversion import layer_conversion
 from modeling_kda.conversion.cli import main
-from modeling_kda.conversion.commands import kimi_stages, parse_stages
+from modeling_kda.conversion.commands import parse_stages
 from modeling_kda.conversion.distillation import distill
 from modeling_kda.conversion.evaluate import compare, cut_windows
 from modeling_kda.conversion.files import tokenize
 from modeling_kda.conversion.latent_conversion import measure_inputs, nearest_latent, softmax_to_latent
 from modeling_kda.conversion.positions import FadingPositions
 from modeling_kda.conversion.upcycle import upcycle
+from modeling_kda.presets import kimi_stages
 
 # what a softmax model becomes without any change of what it computes: fields, and how MLPs become experts. These are
 # the identities E5 to E11; E6, absorbed decoding, is in the cache's test
