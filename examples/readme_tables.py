@@ -161,6 +161,9 @@ def long_context():
         f"{machine['torch']}, Triton {machine['triton']}; in brackets: how many sequences fit, and the paper's ratio. "
         f"{source(LONG_CONTEXT)}",
     ]
+    if notes := results.get("notes"):
+        # a dash in the table needs its reason
+        lines += ["", f"Notes: {'; '.join(notes)}."]
     return "\n".join(lines)
 
 
