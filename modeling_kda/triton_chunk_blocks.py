@@ -23,10 +23,9 @@ class Blocks(NamedTuple):
     adding: tuple  # with neither
 
 
-# (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew.
-# Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that.
 # blocks of the gradients with one decay per head or none
 SLIM, WIDE, FULL, EXACT = (64, 64, 4, 1), (64, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)
+# (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
 BLOCKS = {
     (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
     (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), FULL, WIDE, SLIM, WIDE),
@@ -35,6 +34,7 @@ BLOCKS = {
     (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
     (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
 }
+# Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that
 MIN_PADDED_K = 64
 # programs of the scan that fill an H200
 FULL_GRID = 132

@@ -31,9 +31,9 @@ from .triton_chunk_blocks import (
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
+from .triton_launch import DTYPES
 
 MAX_DIM = 256
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def triton_chunk_delta_rule(
