@@ -1,8 +1,7 @@
 """Exact rewrites of a whole model: each gives GPT-2's own logits in fp64 and fp32, and its gradients where it says so.
 
-The numbers E1 to E25 are those of the list of identities; what is about the recurrence alone is tested with it, and
-the parts of Kimi (E5 to E11) in `test_upcycle_kimi.py`. Mixers that are no part of the model are short definitions in
-this file.
+What is about the recurrence alone is tested with it, and the parts of Kimi in `test_upcycle_kimi.py`. Mixers that are
+no part of the model are short definitions in this file.
 """
 
 import pytest

@@ -153,7 +153,7 @@ def test_equals_the_block_of_transformers(dtype):
 
 
 def test_the_bias_chooses_and_does_not_weigh():
-    """T3: a released implementation adds the bias to the scores in place, and with it to the weights."""
+    """A released implementation adds the bias to the scores in place, and with it to the weights."""
     router = build().router
     x = inputs(50)
     _, weights, chosen = router(x)
@@ -180,7 +180,7 @@ def test_the_bias_is_saved_and_never_learned():
 
 
 def test_router_and_shared_experts_read_the_full_width():
-    """T26: only the routed experts read the latent, and the norm comes after the sum, before the projection up."""
+    """Only the routed experts read the latent, and the norm comes after the sum, before the projection up."""
     moe = build("kimi_k3")
     with torch.no_grad():
         moe.latent_down_proj.weight.zero_()
@@ -192,7 +192,7 @@ def test_router_and_shared_experts_read_the_full_width():
 
 
 def test_shared_experts_are_one_mlp():
-    """T27: two shared experts are one MLP of twice the width, with the names of one."""
+    """Two shared experts are one MLP of twice the width, with the names of one."""
     moe = build("kimi_k3")
     assert isinstance(moe.shared_experts, MLP)
     assert moe.shared_experts.up_proj.weight.shape == (48, 32)
@@ -204,7 +204,7 @@ def test_shared_experts_are_one_mlp():
 
 
 def test_situ_caps_both_branches_of_an_expert():
-    """T15, with the values of the report for equal branches: 1 -> 0.71582, 4 -> 11.86526, 1000 -> 100."""
+    """The values of the report for equal branches: 1 -> 0.71582, 4 -> 11.86526, 1000 -> 100."""
     experts = build("kimi_k3").experts
     branch = torch.tensor([[1.0, 2.0, 4.0, 8.0, -1.0, -4.0, 1000.0]])
     expected = torch.tensor([[0.71582, 3.24932, 11.86526, 29.82732, 0.26333, 0.21732, 100.0]])

@@ -24,8 +24,7 @@ from modeling_kda.conversion.positions import FadingPositions
 from modeling_kda.conversion.upcycle import upcycle
 from modeling_kda.presets import kimi_stages
 
-# what a softmax model becomes without any change of what it computes: fields, and how MLPs become experts. These are
-# the identities E5 to E11; E6, absorbed decoding, is in the cache's test
+# what a softmax model becomes without any change of what it computes: fields, and how MLPs become experts
 EXACT = {
     "latent": ({}, None),
     "shared_key": ({"qk_rope_head_dim": 8}, None),
