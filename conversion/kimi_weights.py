@@ -142,6 +142,7 @@ class NameTable:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, ours, stored, stored_shape, *, ours_start=0, stored_start=0, count=None):
+        """A tensor of the other format, and the stretch of it that is one of ours; count: as much as both hold."""
         count = min(prod(self.ours[ours]), prod(stored_shape)) if count is None else count
         self.stored[stored] = tuple(stored_shape)
         self.spans.append(Span(ours, ours_start, stored, stored_start, count))

@@ -69,6 +69,7 @@ class MLP(nn.Module):
         self.gated = config.mlp_gated
 
     def forward(self, x):
+        """x: [..., size] -> [..., size]."""
         return self.down_proj(
             self.act(self.gate_proj(x), self.up_proj(x)) if self.gated else self.act(self.up_proj(x))
         )
@@ -90,6 +91,7 @@ class GatedActivation(nn.Module):
         self.act = act
 
     def forward(self, gate, up):
+        """gate, up: [..., I] -> [..., I]."""
         return self.act(gate) * up
 
 

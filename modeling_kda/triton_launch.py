@@ -46,6 +46,7 @@ def choose(operator, differentiable, plain, *tensors):
 
 
 def unit_stride(x):
+    """x with its last dimension dense in memory; None stays None."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
