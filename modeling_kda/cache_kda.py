@@ -100,6 +100,23 @@ def _keep_a_lone_layer(cache, config):
         cache.offloading = False
 
 
+class LengthAtCall:
+    """A cache whose length stays what it was, for a mask that is looked at when the new tokens are in the cache.
+
+    transformers' static layers count in place, and the mask of flex attention is a function that holds their counter.
+    """
+
+    def __init__(self, cache):
+        self._cache = cache
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+    def get_query_offset(self, layer_idx=0):
+        offset = self._cache.get_query_offset(layer_idx)
+        return offset.clone() if isinstance(offset, torch.Tensor) else offset
+
+
 def raise_rollback(cache, max_rollback, *, exactly=False):
     """Let every recurrent layer of `cache` take back at least (or exactly) so many tokens."""
     for layer in cache.layers:

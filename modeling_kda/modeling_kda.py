@@ -15,7 +15,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_residual import AttentionResidual, build_residual
-from .cache_kda import KDACache, adopt_cache, raise_rollback
+from .cache_kda import KDACache, LengthAtCall, adopt_cache, raise_rollback
 from .call_inputs import check_ids, read_inputs
 from .configuration_kda import KDAConfig
 from .decoder_layer import KDADecoderLayer
@@ -168,7 +168,7 @@ class KDAModel(KDAPreTrainedModel):
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=inputs.mask,
-                cache=cache,
+                cache=None if cache is None else LengthAtCall(cache),
                 position_ids=inputs.runs,
                 # a static cache has more keys than tokens; transformers sees to that only while it may be compiled
                 allow_is_causal_skip=cache is None or cache.get_max_length() == -1,
@@ -270,8 +270,11 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
         return None if latent else super()._get_static_cache_init_shape()
 
     @staticmethod
-    def create_masks_for_generate(*, inputs_embeds, attention_mask, **kwargs):
-        masks = create_masks_for_generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+    def create_masks_for_generate(*, inputs_embeds, attention_mask, cache=None, **kwargs):
+        cache = None if cache is None else LengthAtCall(cache)
+        masks = create_masks_for_generate(
+            inputs_embeds=inputs_embeds, attention_mask=attention_mask, cache=cache, **kwargs
+        )
         if attention_mask is not None and attention_mask.dim() == 2 and "linear_attention" in masks:
             # transformers takes a single token for real; in a prompt read in parts it may be padding
             real = attention_mask[:, -inputs_embeds.shape[1] :]

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from helpers import assert_same, tiny_model, tokens
-from transformers import AttentionInterface
+from helpers import assert_same, tiny_kimi, tiny_model, tokens
+from torch.nn.attention.flex_attention import create_mask
+from transformers import AttentionInterface, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from modeling_kda import KDAForCausalLM, KDAForSequenceClassification, KDAModel
+from modeling_kda import STAGES, KDAForCausalLM, KDAForSequenceClassification, KDAModel
 
 CALLS = []
 
@@ -59,3 +60,31 @@ def test_an_attention_function_can_be_chosen_when_loading(model_class, tmp_path)
     assert len(CALLS) == 1
     with pytest.raises(ValueError, match="nonsense"):
         model_class.from_pretrained(tmp_path, attn_implementation="nonsense")
+
+
+def flex_attention_in_full(module, q, k, v, mask, scaling=None, **kwargs):
+    """What flex attention computes with a mask, looked at when the cache holds the new tokens."""
+    visible = create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], q.shape[2], k.shape[2], device=q.device)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scaling).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("generating", [False, True])
+@pytest.mark.parametrize("stage", ["softmax", "mla"])
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def test_flex_attention_with_a_static_cache(stage, generating, monkeypatch):
+    """transformers' static layers count in place, after the mask was made and before it is looked at."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flex_attention", flex_attention_in_full)
+    model, ids = tiny_model(stage) if STAGES[stage].mixer == "softmax" else tiny_kimi("kimi_k3"), tokens(2, 20)
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation("flex_attention")
+    cache, outputs = StaticCache(model.config, max_cache_len=32), []
+    for part in ids.split([9, 6, 1, 4], 1):
+        masks = None
+        if generating:
+            known = {"config": model.config, "inputs_embeds": part[..., None].float(), "cache": cache}
+            masks = model.create_masks_for_generate(**known, attention_mask=None)
+            masks = masks if isinstance(masks, dict) else {"full_attention": masks}
+        positions = torch.arange(part.shape[1])[None] + int(cache.get_seq_length())
+        outputs.append(model(part, attention_mask=masks, position_ids=positions, cache=cache).logits)
+    assert_same(torch.cat(outputs, 1), expected)
