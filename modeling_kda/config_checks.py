@@ -1,5 +1,8 @@
 """What a `KDAConfig` may hold: the words, the limits and what must fit together."""
 
+from dataclasses import fields
+from math import isfinite
+
 from transformers.activations import ACT2FN
 
 from .stages import STAGES
@@ -98,14 +101,18 @@ class ConfigChecks:
                 f"num_value_heads must be a multiple of num_attention_heads={self.num_attention_heads}, "
                 f"got {self.num_value_heads}"
             )
-        if self.num_experts and self.num_experts_per_token > self.num_experts:
+        if 0 < self.num_experts < self.num_experts_per_token:
             raise ValueError(
                 f"num_experts_per_token must be at most num_experts={self.num_experts}, "
                 f"got {self.num_experts_per_token}"
             )
 
     def validate_ranges(self):
-        """Numbers with a lower or an upper limit."""
+        """Numbers with a lower or an upper limit; JSON can hold NaN, which passes every comparison below."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, got {value}")
         for field in NOT_NEGATIVE:
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
@@ -117,3 +124,5 @@ class ConfigChecks:
                 raise ValueError(f"{field} must be between 0 and 1, got {getattr(self, field)}")
         if self.decay_lower_bound >= 0:
             raise ValueError(f"decay_lower_bound must be negative, got {self.decay_lower_bound}")
+        if "" in (self.keep_in_fp32 or []):
+            raise ValueError("keep_in_fp32 must hold parts of names, got an empty one, which is part of every name")

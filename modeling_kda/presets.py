@@ -80,7 +80,9 @@ def kimi_stages(num_layers: int) -> list[str]:
 def with_stages(preset: dict, overrides: dict) -> dict:
     """`preset` with the fields of `overrides`, and with the pattern of stages for its number of layers."""
     fields = {**preset, **overrides}
-    return {"stages": kimi_stages(fields["num_hidden_layers"]), **fields}
+    # under either of its names
+    num_layers = overrides.get("n_layer", fields["num_hidden_layers"])
+    return {"stages": kimi_stages(num_layers), **fields}
 
 
 def total_parameters(model) -> int:

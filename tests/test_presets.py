@@ -149,6 +149,8 @@ def test_overrides_make_small_models_of_the_same_kind():
     config = KDAConfig.kimi_k3(**fields, attention_residual_block_size=2)
     assert config.stages == kimi_stages(6) == ["kda", "kda", "kda", "mla", "kda", "mla"]
     assert KDAConfig.kimi_k3(**fields, stages="kda").stages == ["kda"] * 6
+    assert KDAConfig.kimi_k3(**{**fields, "n_layer": 2}).stages == KDAConfig.kimi_linear_48b(n_layer=2).stages
+    assert KDAConfig.kimi_linear_48b(n_layer=2).stages == ["kda", "mla"]
     model = KDAForCausalLM(config)
     assert model(tokens(2, 9)).logits.isfinite().all()
     # one token at a time: which experts have a gradient is what is active
