@@ -107,6 +107,9 @@ def _mlp_obstacles(config, to, experts):
             "its experts must read the full width, got latent experts, "
             f"routed_expert_hidden_size={config.routed_expert_hidden_size}"
         )
+    if to == "kimi_linear" and config.num_experts < 2:
+        # its router looks at the two best of every group of experts
+        yield f"it must have two experts at least, got num_experts={config.num_experts}"
     shared = config.num_shared_experts * config.moe_intermediate_size
     if config.shared_intermediate_size != shared:
         yield (

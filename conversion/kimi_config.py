@@ -44,6 +44,14 @@ def from_kimi_config(config: dict) -> KDAConfig:
     if text.get("model_type") != "kimi_linear":
         raise ValueError(f"model_type must be 'kimi_linear', got {text.get('model_type')!r}")
     _refuse_others(text)
+    try:
+        return _read_fields(text, config)
+    except (AttributeError, KeyError, TypeError) as error:
+        # a word in the place of a number, a number in the place of a list
+        raise ValueError(f"config.json has a field of a wrong type, or lacks one: {error}") from error
+
+
+def _read_fields(text, config):
     linear = text.get("linear_attn_config") or {}
     head_dim = linear["head_dim"] if "head_dim" in linear else read_field(text, "linear_head_dim")
     heads = linear["num_heads"] if "num_heads" in linear else read_field(text, "linear_num_heads")

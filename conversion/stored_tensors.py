@@ -115,6 +115,9 @@ class StoredTensors:
         """Packed weights appear as what they stand for."""
         if base + SCALE not in self._stored:
             raise ValueError(f"the checkpoint holds {self._stored[base + PACKED]} without its {SCALE.lstrip('.')}")
+        if f"{base}.weight" in self._stored:
+            twice = f"{self._stored[base + PACKED]} and {self._stored[base + '.weight']}"
+            raise ValueError(f"the checkpoint holds {base}.weight twice, as {twice}")
         scale = tuple(self.checkpoint.shapes[self._stored[base + SCALE]])
         dtypes = {self.checkpoint.dtypes[self._stored[base + kind]] for kind in (PACKED, SCALE)}
         wanted = (*shape[:-1], shape[-1] * 2 // GROUP)

@@ -525,6 +525,7 @@ def test_damaged_packed_weights_are_named(tmp_path):
     for name, change in {
         "alone": lambda weights: weights.pop(f"{base}.weight_scale"),
         "shape": lambda weights: weights.update({f"{base}.weight_scale": torch.zeros(32, 3, dtype=torch.uint8)}),
+        "twice": lambda weights: weights.update({f"{base}.weight": torch.zeros(32, 64)}),
     }.items():
         weights = dict(packed)
         change(weights)

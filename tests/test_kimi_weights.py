@@ -223,6 +223,11 @@ def test_a_model_without_experts_has_dense_layers_only():
         ({"kv_lora_rank": None}, "config.json lacks kv_lora_rank"),
         ({"vocab_size": 0}, "no counterpart here: vocab_size must be at least 1"),
         ({"vocab_size": "many"}, "no counterpart here: .*vocab_size"),
+        ({"num_hidden_layers": "4"}, "wrong type"),
+        ({"layer_types": 5}, "wrong type"),
+        ({"mlp_layer_types": 5}, "wrong type"),
+        ({"linear_attn_config": 3}, "wrong type"),
+        (layers_of("kkmk", kda_layers=["1", "2", "4"]), "wrong type"),
     ],
 )
 def test_what_is_no_kimi_model_is_one_clear_error(change, message):
@@ -286,6 +291,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size"
         ("moonshot", "km", {"hidden_act": "gelu_new"}, "layer 0 .*'silu' or 'situ', got hidden_act='gelu_new'"),
         ("kimi_linear", "km", {"mlp_gated": False}, "layer 0 .*gated"),
         ("kimi_linear", "km", EXPERTS | {"routed_expert_hidden_size": 8}, "layer 1 .*latent experts"),
+        (
+            "kimi_linear",
+            "km",
+            EXPERTS | {"num_experts": 1, "num_experts_per_token": 1},
+            "layer 1 .*two experts at least",
+        ),
         ("moonshot", "km", EXPERTS | {"shared_intermediate_size": 20}, "layer 1 .*shared expert must be 16 wide .*20"),
         (
             "kimi_linear",
