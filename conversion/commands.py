@@ -9,12 +9,15 @@ import math
 
 def upcycle_command(arguments):
     from .files import load_config, read_text
+    from .student_config import check_set
     from .upcycle import upcycle
 
     config = load_config(arguments.source)
     stages = parse_stages(arguments.stages, config.num_hidden_layers)
     calibrate = read_text(arguments.calibrate) if arguments.calibrate else None
     overrides = dict(parse_override(pair) for pair in arguments.set)
+    # before the call, whose own arguments have names, too
+    check_set(overrides)
     report = upcycle(
         arguments.source, arguments.output, stages, experts=arguments.experts, calibrate=calibrate, **overrides
     )
@@ -95,6 +98,8 @@ def generate_command(arguments):
     if length == 0:
         raise ValueError("the prompt is empty; give some text to continue")
     check_generation(model.config, length, arguments.max_new_tokens, arguments.temperature)
+    if not 0 <= arguments.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {arguments.seed}")
     set_seed(arguments.seed)
     sampling = {"temperature": arguments.temperature} if arguments.temperature else {}
     with torch.inference_mode():
@@ -174,8 +179,8 @@ def check_generation(config, length, new_tokens, temperature):
 
     if new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
-    if temperature < 0:
-        raise ValueError(f"--temperature must not be negative, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"--temperature must be finite and must not be negative, got {temperature}")
     limit = last_position(config)
     if limit is not None and length + new_tokens > limit:
         raise ValueError(

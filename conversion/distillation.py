@@ -6,6 +6,7 @@ call with the same arguments goes on from the last complete checkpoint of the ph
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -68,8 +69,8 @@ class Recipe:
 
     def __post_init__(self):
         for name in ("layerwise_steps", "kl_steps", "layerwise_rate", "mixer_rate", "other_rate", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and must not be negative, got {getattr(self, name)}")
         for name in ("batch_size", "accumulate", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -67,12 +67,17 @@ def student_config(
     return config
 
 
-def _check_choices(source, overrides, experts):
+def check_set(overrides: dict):
+    """Raises: ValueError for fields that are not a choice."""
     unknown = sorted(set(overrides) - set(CHOICES))
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)} cannot be set, only {', '.join(CHOICES)}; everything else follows from the source"
         )
+
+
+def _check_choices(source, overrides, experts):
+    check_set(overrides)
     if experts is None and not source.num_experts and set(overrides) & set(EXPERTS):
         given = ", ".join(name for name in overrides if name in EXPERTS)
         raise ValueError(

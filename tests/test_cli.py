@@ -194,13 +194,19 @@ def test_wrong_input_gets_one_line(folder, tmp_path, capsys):
     assert "the prompt is empty" in error("generate", student, "")
     assert "64 positions" in error("generate", student, "Alice", "--max-new-tokens", "100")
     assert "at least 1, got 0" in error("generate", student, "Alice", "--max-new-tokens", "0")
-    assert "--temperature must not be negative" in error("generate", student, "A", "--temperature", "-1")
+    assert "--temperature must be finite" in error("generate", student, "A", "--temperature", "-1")
     distill = ["distill", student, "--teacher", teacher, "--text", text]
     assert "both 0" in error(*distill, *out, "--layerwise-steps", "0", "--kl-steps", "0")
     assert "was not made by this run" in error(*distill, "--output", folder / "student")
     assert "does not divide" in error("upcycle", teacher, "--stages", "kda*3", *out)
     assert "stages must come from" in error("upcycle", teacher, "--stages", "mamba", *out)
     assert "--set takes FIELD=VALUE" in error("upcycle", teacher, "--stages", "kda", "--set", "x", *out)
+    # names of the arguments of upcycle() are no fields, either
+    assert "stages cannot be set" in error("upcycle", teacher, "--stages", "kda", "--set", "stages=kda", *out)
+    assert "seed cannot be set" in error("upcycle", teacher, "--stages", "kda", "--set", "seed=1", *out)
+    assert "--temperature must be finite" in error("generate", student, "A", "--temperature", "nan")
+    assert "--seed must be from 0" in error("generate", student, "A", "--max-new-tokens", "1", "--seed", "-1")
+    assert "mixer_rate must be finite and must not be negative" in error(*distill, *out, "--mixer-rate", "nan")
     assert "exists" in error("upcycle", teacher, "--stages", "kda", "--output", folder / "student")
     assert not (tmp_path / "new").exists()
 
