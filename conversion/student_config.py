@@ -64,6 +64,7 @@ def student_config(
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
     _check_heads(source, config)
+    _check_effect(config, overrides)
     return config
 
 
@@ -97,6 +98,20 @@ def _check_choices(source, overrides, experts):
             raise ValueError(
                 f"{', '.join(changed)} cannot be changed: the source has {part} that were built without; drop it"
             )
+
+
+def _check_effect(config, overrides):
+    """Raises: ValueError for a choice about something that the model does not have."""
+    kinds = {STAGES[stage].mixer for stage in config.stages}
+    for part, has, names in (
+        ("recurrent layers", "recurrent" in kinds, RECURRENT),
+        ("kda layers", "kda" in config.stages, CHANNEL_DECAY),
+        ("mla layers", "latent" in kinds, (*LATENT, "mla_output_gate")),
+        ("attention residuals", config.attention_residual != "none", RESIDUAL[1:]),
+    ):
+        idle = [name for name in overrides if name in names]
+        if idle and not has:
+            raise ValueError(f"{', '.join(idle)} would have no effect: the model will have no {part}; drop it")
 
 
 def _check_heads(source, config):

@@ -297,6 +297,13 @@ def test_a_source_of_ours_need_not_look_like_gpt2(tmp_path):
         assert torch.isfinite(logits(load(tmp_path / name), ids)).all()
 
 
+@pytest.mark.parametrize(("name", "value"), [("kv_lora_rank", 8), ("qk_rope_head_dim", 8), ("mla_output_gate", True)])
+def test_choices_of_latent_attention_need_some(small_source, tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} would have no effect: the model will have no mla layers; drop it"):
+        upcycle(small_source, tmp_path / "out", "kda", **{name: value})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -309,6 +316,9 @@ def test_a_source_of_ours_need_not_look_like_gpt2(tmp_path):
         ({"kv_lora_rank": 65}, "kv_lora_rank must be at most 64, the width of the model .*, got 65"),
         ({"latent_norm": True}, "latent_norm cannot be set"),
         ({"attention_residual": "some"}, "attention_residual must be one of"),
+        ({"feature_map": "elu"}, "feature_map would have no effect: the model will have no recurrent layers"),
+        ({"decay_rank": 4}, "decay_rank would have no effect: the model will have no kda layers"),
+        ({"residual_scale": False}, "residual_scale would have no effect: the model will have no attention residuals"),
     ],
 )
 def test_wrong_options_are_one_clear_line(small_source, tmp_path, options, message):
