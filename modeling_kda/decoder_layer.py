@@ -48,22 +48,22 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self._feed(hidden_states)
 
     def _read_mixtures(self, block, mask, bank, **kwargs):
-        # blocks keep one dtype, as a plain sum does: under autocast what a matrix gives has another
-        finished = []
         added = self._mix(self.mixer_residual([*bank, block]), mask, **kwargs)
-        if self.mixer_opens_block:
-            finished, block = [*finished, block], added.to(block.dtype)
-        else:
-            block = block + added
+        block, *finished = _add(block, added, self.mixer_opens_block)
         added = self._feed(self.mlp_residual([*bank, *finished, block]))
-        if self.mlp_opens_block:
-            finished, block = [*finished, block], added.to(block.dtype)
-        else:
-            block = block + added
-        return block, *finished
+        block, *more = _add(block, added, self.mlp_opens_block)
+        return block, *finished, *more
 
     def _mix(self, hidden_states, mask, **kwargs):
         return self.dropout(self.mixer(self.mixer_norm(hidden_states), mask, **kwargs)[0])
 
     def _feed(self, hidden_states):
         return self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+
+
+def _add(block, added, opens_block):
+    """The current block after `added`, and the block that it finishes if it opens a new one."""
+    if opens_block:
+        # blocks keep one dtype, as a plain sum does: under autocast what a matrix gives has another
+        return added.to(block.dtype), block
+    return (block + added,)
