@@ -1,6 +1,6 @@
 """The committed table of block lengths for the chunk kernels, and the constant masks that they read."""
 
-from functools import cache
+from functools import cache, wraps
 from typing import NamedTuple
 
 import torch
@@ -58,36 +58,38 @@ def fit(blocks, shared_memory):
     return blocks if deepest == 2 else blocks._replace(scan=blocks.few_heads)
 
 
-STEP_MASKS = {}
+def kept_per_device(build):
+    """A function of a device that makes its constant once for each, but for those under capture of a CUDA graph."""
+    kept = {}
+
+    @wraps(build)
+    def get(device):
+        if device in kept:
+            return kept[device]
+        constant = build(device)
+        # memory of a graph under capture holds nothing until the graph runs
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            kept[device] = constant
+        return constant
+
+    return get
 
 
+@kept_per_device
 def step_masks(device):
     """0/1 matrices [9, C, C] that sum log-decays: for each level l the steps between row i and the middle of its
     2^(l+1) rows, then the steps up to i, those after i, and those from i on."""
-    if device in STEP_MASKS:
-        return STEP_MASKS[device]
     i = torch.arange(CHUNK, device=device)[:, None]
     t = i.T
     masks = []
     for level in range(NUM_LEVELS):
         middle = ((i >> level) | 1) << level
         masks.append(torch.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle)))
-    masks = torch.stack([*masks, t <= i, t > i, t >= i]).to(torch.float16)
-    # memory of a graph under capture holds nothing until the graph runs
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        STEP_MASKS[device] = masks
-    return masks
+    return torch.stack([*masks, t <= i, t > i, t >= i]).to(torch.float16)
 
 
-PAIR_MASKS = {}
-
-
+@kept_per_device
 def pair_masks(device):
     """[6, C, C] int16, all bits set where two tokens meet at level l: in halves of the same 2^(l+1) rows."""
-    if device in PAIR_MASKS:
-        return PAIR_MASKS[device]
     i = torch.arange(CHUNK, device=device)
-    masks = torch.stack([-((i[:, None] >> level) ^ 1 == (i[None, :] >> level)).short() for level in range(NUM_LEVELS)])
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        PAIR_MASKS[device] = masks
-    return masks
+    return torch.stack([-((i[:, None] >> level) ^ 1 == (i[None, :] >> level)).short() for level in range(NUM_LEVELS)])

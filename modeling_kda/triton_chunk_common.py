@@ -3,13 +3,13 @@
 The mathematics and the letters are at the head of triton_chunk_forward.py.
 """
 
-import os
-
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
+
+from .triton_launch import INTERPRETED
 
 # exp of anything below is 0 in fp32, so that clamping a step there changes no bit, and sums stay in fp16's range
 SMALLEST_LOG_DECAY = tl.constexpr(-110.0)
@@ -17,7 +17,7 @@ SMALLEST_LOG_DECAY = tl.constexpr(-110.0)
 LENGTHS = ["T", "NT", "N", "NUM_SEGMENTS"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bit patterns of bf16 operands
-BF16_OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
+BF16_OPERAND = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)
 
 
 @triton.jit

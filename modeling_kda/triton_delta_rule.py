@@ -31,7 +31,7 @@ from .triton_chunk_blocks import (
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
-from .triton_launch import DTYPES
+from .triton_launch import DTYPES, INTERPRETED
 
 MAX_DIM = 256
 
@@ -83,7 +83,7 @@ def triton_chunk_delta_rule_from_logits(
 def unsupported(q, k, v, beta=None, log_decay=None, state=None, *, erase=True, scale=None, cu_seqlens=None):
     """Why these kernels cannot run this call, or None if they can."""
     H, K, HV, V = *q.shape[2:], *v.shape[2:]
-    if q.device.type != "cuda" and BF16_OPERAND.value != tl.float32:
+    if q.device.type != "cuda" and not INTERPRETED:
         return f"Triton kernels need tensors on a GPU, got {q.device}"
     if v.dtype not in DTYPES or q.dtype not in DTYPES or k.dtype not in DTYPES:
         return f"q, k and v must be bf16, fp16 or fp32, got {q.dtype}, {k.dtype}, {v.dtype}"

@@ -16,14 +16,13 @@ Splitting over keys: flash-decoding (Dao et al., 2023). The absorbed form: DeepS
 
 import functools
 import math
-import os
 import re
 
 import torch
 from torch import Tensor
 
 from .triton_chunk_blocks import shared_memory_of
-from .triton_launch import on_device, strides, unfit_tensors, unit_stride
+from .triton_launch import INTERPRETED, on_device, strides, unfit_tensors, unit_stride
 
 try:
     import triton
@@ -44,7 +43,7 @@ MIN_BLOCKS = 2
 # one name for each copy of this file in a process (the installed package, code from a Hub repository)
 NAMESPACE = re.sub(r"\W", "_", __name__)
 # Triton's interpreter multiplies the bit patterns of bf16 operands
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 def triton_latent_attention(q_latent, q_shared, latent, shared, mask=None, seen=None, *, causal=True, scale):
@@ -226,9 +225,9 @@ def latent_attention_kernel(
     if P > 0:
         p_p = q_shared + i_b * s_pb + (i_t * s_pt + i_h * s_ph)[:, None] + o_k[None, :]
         b_p = tl.load(p_p, mask=m_n[:, None] & m_k[None, :], other=0.0)
-        if INTERPRETED:
+        if IS_INTERPRETED:
             b_p = b_p.to(tl.float32)
-    if INTERPRETED:
+    if IS_INTERPRETED:
         b_q = b_q.to(tl.float32)
     # offsets inside a block stay small; only its start needs 64 bits
     o_c = o_s[:, None] * s_cs + o_r[None, :]
@@ -243,11 +242,11 @@ def latent_attention_kernel(
         if P > 0:
             b_k = tl.load(shared + i_b * s_kb + i_start * s_ks + o_ks, mask=m_s[:, None] & m_k[None, :], other=0.0)
         b_c = tl.load(latent + i_b * s_cb + i_start * s_cs + o_c, mask=m_s[:, None] & m_r[None, :], other=0.0)
-        if INTERPRETED:
+        if IS_INTERPRETED:
             b_c = b_c.to(tl.float32)
         b_a = tl.dot(b_c, tl.trans(b_q), input_precision="tf32x3")
         if P > 0:
-            if INTERPRETED:
+            if IS_INTERPRETED:
                 b_k = b_k.to(tl.float32)
             b_a = tl.dot(b_k, tl.trans(b_p), b_a, input_precision="tf32x3")
         b_a *= scale
