@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from distributed_helpers import step_in_shards
 from helpers import ROUNDING, assert_same, tiny_model, tokens
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
@@ -96,20 +96,7 @@ def fsdp_steps(rank):
 
 
 def transformers_run(folder, kind):
-    """Loaded in shards by transformers itself: one step, a text, and a folder saved from the shards."""
-    model = KDAForCausalLM.from_pretrained(f"{folder}/source", distributed_config=DistributedConfig(**PLANS[kind]))
-    output = model(batch(), labels=batch())
-    output.loss.backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
-    with torch.no_grad():
-        text = model.generate(batch(), max_new_tokens=4, do_sample=False)
-    model.save_pretrained(f"{folder}/{kind}")
-    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    return {"logits": whole(output.logits.detach()), "grads": grads, "text": text, "sharded": sharded}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return step_in_shards(f"{folder}/source", f"{folder}/{kind}", PLANS[kind], batch(), new_tokens=4)
 
 
 def every_run(rank, folder):

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from distributed_helpers import step_in_shards, whole
 from helpers import ROUNDING, assert_same, tiny_model, tokens
 from test_balancing import RULES, balance, skewed_router, some_tokens
-from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from modeling_kda import KDAForCausalLM
@@ -51,17 +51,7 @@ def join_group(rank, folder):
 
 
 def sharded_run(folder, plan, kind):
-    """Loaded in shards by transformers itself: one step, a text, and a folder saved from the shards."""
-    config = DistributedConfig(**PLANS[plan])
-    model = KDAForCausalLM.from_pretrained(f"{folder}/{kind}", distributed_config=config)
-    output = model(batch(), labels=batch())
-    output.loss.backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
-    with torch.no_grad():
-        text = model.generate(batch(), max_new_tokens=3, do_sample=False)
-    model.save_pretrained(f"{folder}/{plan}-{kind}")
-    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    return {"logits": whole(output.logits.detach()), "grads": grads, "text": text, "sharded": sharded}
+    return step_in_shards(f"{folder}/{kind}", f"{folder}/{plan}-{kind}", PLANS[plan], batch(), new_tokens=3)
 
 
 def bf16_run(folder):
@@ -74,10 +64,6 @@ def bf16_run(folder):
     tensors = {"router": mlp.router.weight, "bias": mlp.router.selection_bias, "experts": mlp.experts.down_proj}
     gradient = whole(mlp.router.weight.grad)
     return {"loss": output.loss.detach(), "dtypes": {n: t.dtype for n, t in tensors.items()}, "gradient": gradient}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def balance_a_part(rank, rule):
