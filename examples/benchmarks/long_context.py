@@ -67,7 +67,7 @@ def filled_cache(model, B, length):
             for row in range(B):
                 layer.keys[row].normal_()
                 layer.values[row].normal_()
-            layer.cumulative_length.fill_(length - 1)
+    rewind(cache, length)
     return cache
 
 
@@ -82,6 +82,7 @@ def bytes_held(cache):
 
 
 def rewind(cache, length):
+    """Let the cache hold `length - 1` tokens, so that the same step can be taken again."""
     for layer in cache.layers:
         if getattr(layer, "keys", None) is not None:
             layer.cumulative_length.fill_(length - 1)
@@ -91,7 +92,6 @@ def time_decode(model, B, length, repeats):
     """Milliseconds of one step of B sequences, and the bytes of their caches."""
     cache = filled_cache(model, B, length)
     token = torch.zeros(B, 1, dtype=torch.int64, device="cuda")
-    rewind(cache, length)
     model(token, cache=cache)
     torch.cuda.synchronize()
     rewind(cache, length)

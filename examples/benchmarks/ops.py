@@ -14,7 +14,6 @@ in one process per case, and is no part of the times.
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -265,8 +264,6 @@ def main():
         for name in names:
             tune(name)
         return
-    # where Triton stores what tuning found
-    os.environ.setdefault("FLA_CACHE_RESULTS", "1")
     tune_peers(names)
     rate, rows = copy_rate(), []
     columns = f"{'error':>9}{'of grads':>9}{'':6}{'ms':>9}{'x ours':>8}{'MiB':>8}{'roofline':>10}"
