@@ -31,7 +31,7 @@ from .triton_chunk_blocks import (
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
-from .triton_launch import DTYPES, INTERPRETED
+from .triton_launch import DTYPES, INTERPRETED, choose, on_device
 
 MAX_DIM = 256
 
@@ -112,8 +112,9 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    run = forward_op if save or torch.compiler.is_compiling() else _forward
-    o, final, *_ = run(*tensors, erase, scale, form, float(bound), qk_norm, raw_beta, save)
+    run = choose(forward_op, ChunkFunction.apply, _forward, *tensors)
+    with on_device(q):
+        o, final, *_ = run(*tensors, erase, scale, form, float(bound), qk_norm, raw_beta, save)
     return o, final
 
 
@@ -394,14 +395,27 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, do, d_final, *_):
+def _differentiate(ctx, do, d_final, *_, run=backward_op):
     q, k, v, *rest = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    gradients = list(backward_op(do, d_final, q, k, v, *rest, *ctx.options, ctx.state is not None))
+    gradients = list(run(do, d_final, q, k, v, *rest, *ctx.options, ctx.state is not None))
     gradients[5] = gradients[5].to(ctx.state)
     gradients = [g if present else None for g, present in zip(gradients, ctx.present, strict=False)]
     return *gradients, *[None] * 8
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+class ChunkFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        outputs = _forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs[:2]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        return _differentiate(ctx, *gradients, run=_backward)
