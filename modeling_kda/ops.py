@@ -140,11 +140,6 @@ def asks_for_kernels(x):
     return BACKEND == "triton" or (BACKEND == "auto" and x.is_cuda)
 
 
-def insists_on_kernels():
-    """Whether KDA_BACKEND asks for kernels that no GPU has run yet, too."""
-    return BACKEND == "triton"
-
-
 def why_not(unsupported):
     """None, or why no kernel can run a call. unsupported: a function that says what it thinks of the call."""
     return "triton is not installed (pip install triton)" if triton_chunk_delta_rule is None else unsupported()

@@ -118,9 +118,9 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     return o, final
 
 
-# KDA_SPLIT_SEQUENCES=1: long sequences of few heads in several runs at once. Off, because only Triton's interpreter
-# has run it; a GPU has to pass `pytest -m gpu tests/test_triton_chunk.py -k split` first.
-SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES") == "1"
+# Long sequences of few heads go in several runs at once. How many depends on the batch, and with it the last bits of
+# outputs: KDA_SPLIT_SEQUENCES=0 keeps a sequence in one run, for the same bits alone and in any batch.
+SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES") != "0"
 
 
 class Problem:

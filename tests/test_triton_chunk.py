@@ -25,7 +25,8 @@ NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 BUDGETS = {
     torch.float32: (1e-5, 1e-5, 2e-5),
     torch.bfloat16: (5e-3, 8e-3, 1.5e-2),
-    torch.float16: (5e-3, 8e-3, 1.5e-2),
+    # products are in bf16, which has to round inputs of fp16 once more
+    torch.float16: (6e-3, 8e-3, 1.5e-2),
 }
 if os.environ.get("TRITON_INTERPRET") == "1":
     # the interpreter cuts bits off where the device rounds
@@ -210,7 +211,7 @@ def test_gates(lowest):
     for rule in ("kda", "gated_delta", "ssd"):
         # below about -20 almost nothing of dlog_decay is left but rounding
         check(rule, T=200, H=2, K=128, V=64, dtype=torch.bfloat16, device="cuda", lowest=lowest, factor=2)
-        check(rule, T=200, H=2, K=128, V=64, device="cuda", lowest=lowest, factor=4)
+        check(rule, T=200, H=2, K=128, V=64, device="cuda", lowest=lowest, factor=4 if lowest > -1000 else 10)
 
 
 @on_gpu
