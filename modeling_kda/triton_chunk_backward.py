@@ -27,7 +27,6 @@ except ImportError as error:
 from .triton_chunk_common import (
     LENGTHS,
     SMALLEST_LOG_DECAY,
-    activate_gate,
     head_decay_matrix,
     head_sums,
     load_beta,
@@ -216,7 +215,7 @@ def head_gradient_kernel(
     b_dh = tl.zeros([BT], tl.float32)
     if DECAY == 1:
         b_h = tl.load(log_decay + i_row + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_h = activate_gate(b_h, 0.0, 1.0, 0.0, m_t, 0)
+        b_h = tl.maximum(b_h, SMALLEST_LOG_DECAY)
         b_upto, b_after = head_sums(b_h, BT)
         # what pair (i, j) adds for the steps up to i it takes away up to j: from one matrix, so that nothing is left
         b_pair = b_dp * tl.load(scores + slot * BT * BT + o_i[:, None] * BT + o_i[None, :]).to(tl.float32)

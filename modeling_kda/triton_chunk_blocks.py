@@ -27,8 +27,8 @@ class Blocks(NamedTuple):
 SLIM, WIDE, FULL, EXACT = (64, 64, 4, 1), (64, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
 BLOCKS = {
-    (False, 64): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
-    (False, 128): Blocks((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), FULL, WIDE, SLIM, WIDE),
+    (False, 64): Blocks((64, 4, 1), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
+    (False, 128): Blocks((128, 4, 1), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), FULL, WIDE, SLIM, WIDE),
     (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
     (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
     (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
@@ -93,3 +93,12 @@ def pair_masks(device):
     """[6, C, C] int16, all bits set where two tokens meet at level l: in halves of the same 2^(l+1) rows."""
     i = torch.arange(CHUNK, device=device)
     return torch.stack([-((i[:, None] >> level) ^ 1 == (i[None, :] >> level)).short() for level in range(NUM_LEVELS)])
+
+
+@kept_per_device
+def pair_levels(device):
+    """[C, C] fp16: the level at which row i reads column j, that of the highest bit in which i and j differ; -1 where
+    nothing is read there, on the diagonal and above."""
+    i = torch.arange(CHUNK, device=device)
+    apart = [(i[:, None] >> level) != (i[None, :] >> level) for level in range(NUM_LEVELS)]
+    return torch.where(i[:, None] > i[None, :], torch.stack(apart).sum(0) - 1, -1).to(torch.float16)

@@ -10,10 +10,6 @@ dG collects W X and E k Y with the operands as they were rounded for the product
 steps up to the later one is then, bit for bit, what it takes away up to the earlier one.
 """
 
-import os
-
-import torch
-
 try:
     import triton
     import triton.language as tl
@@ -22,63 +18,24 @@ except ImportError as error:
 
 from .triton_chunk_common import (
     BF16_OPERAND,
+    HAS_PTX,
     LENGTHS,
     LOG2_E,
     SMALLEST_LOG_DECAY,
+    activate_gate,
     exact_dot,
+    exp2_flushed,
+    fast_sigmoid,
+    keep_bits,
     load_beta,
+    load_steps,
     locate_chunk,
-    softplus,
+    sum_steps,
 )
 
-# instructions of NVIDIA GPUs that Triton does not emit by itself; the interpreter has none of them
-HAS_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 SIZES = [*LENGTHS, "num_rows", "NUM_PARTS"]
 # keys of one program: blocks of 32 make Triton 3.6 write operands out of range on Hopper
 CHANNELS = 64
-
-
-@triton.jit
-def exp2_flushed(x):
-    """2^x, 0 where fp32 has no normal number for it: one instruction instead of four."""
-    if HAS_PTX:
-        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.exp2(x)
-    return y
-
-
-@triton.jit
-def fast_sigmoid(x):
-    if HAS_PTX:
-        y = 1.0 + exp2_flushed(x * -LOG2_E)
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.sigmoid(x)
-    return y
-
-
-@triton.jit
-def fast_softplus(x, PRECISE: tl.constexpr):
-    if HAS_PTX and not PRECISE:
-        y = exp2_flushed(tl.minimum(x, 20.0) * LOG2_E) + 1.0
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1)
-        y = tl.where(x > 20.0, x, y * 0.6931471805599453)
-    else:
-        y = softplus(x)
-    return y
-
-
-@triton.jit
-def fast_gate(b_x, rate, lower_bound, m, GATE: tl.constexpr, PRECISE: tl.constexpr):
-    """Log-decays as activate_gate has them, the bias already added."""
-    if GATE == 1:
-        b_x = -rate * fast_softplus(b_x, PRECISE)
-    elif GATE == 2:
-        b_x = lower_bound * fast_sigmoid(rate * b_x)
-    if GATE:
-        b_x = tl.where(m, b_x, 0.0)
-    return tl.maximum(b_x, SMALLEST_LOG_DECAY)
 
 
 @triton.jit
@@ -102,30 +59,9 @@ def scaled(x, e, DT: tl.constexpr):
 
 
 @triton.jit
-def keep_bits(x, bits, PRECISE: tl.constexpr):
-    """x where all bits are set, 0 where none is."""
-    if HAS_PTX and not PRECISE:
-        y = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, $2;", "=r,r,r", [x, bits], dtype=x.dtype, is_pure=True, pack=2
-        )  # fmt: skip
-    else:
-        y = tl.where(bits != 0, x, 0.0)
-    return y
-
-
-@triton.jit
-def step_sums(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """Exponents: matrix i_m of `steps` times the log-decays, as in sum_steps."""
-    o_i = tl.arange(0, BT)
-    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
-    return exact_dot(m, b_g, True) if PRECISE else tl.dot(m, b_g)
-
-
-@triton.jit
 def sums_from(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
     """Sums over the tokens from each one on: in two bf16 parts, in three for fp32."""
-    o_i = tl.arange(0, BT)
-    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
+    m = load_steps(steps, i_m, BT)
     if PRECISE:
         b_sum = exact_dot(m, b_g, True)
     else:
@@ -216,7 +152,7 @@ def add_level(
     b_bits = tl.load(pairs + i_l * BT * BT + o_i[:, None] * BT + o_i[None, :])
     # an offset of 0 that depends on the level: kept in registers across the levels, the matrices would spill
     b_p = keep_bits(tl.load(d_scores + o_matrix + (i_l >> 3) * (BT * BT)), b_bits, PRECISE)
-    b_e = exp2_flushed(step_sums(steps, i_l, b_g, BT, PRECISE))
+    b_e = exp2_flushed(sum_steps(load_steps(steps, i_l, BT), b_g, PRECISE))
     b_ke = scaled(b_k, b_e, DT)
     b_w = tl.where(right, scaled(b_q, b_e, DT), b_ke)
     b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
@@ -301,7 +237,7 @@ def channel_gradient_kernel(
         rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         dt_bias += i_hv * K
         b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    b_g = fast_gate(b_x, rate, lower_bound, m_tk, GATE, PRECISE) * LOG2_E
+    b_g = activate_gate(b_x, rate, lower_bound, m_tk, LOG2_E, GATE, PRECISE)
     if not PRECISE:
         b_g = b_g.to(tl.float16)
     b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
@@ -309,13 +245,13 @@ def channel_gradient_kernel(
     if QK_NORM:
         b_q = scaled(b_q, tl.load(norm_q + slot * BT + o_i)[:, None] + tl.zeros_like(b_dq), DT)
         b_k = scaled(b_k, tl.load(norm_k + slot * BT + o_i)[:, None] + tl.zeros_like(b_dq), DT)
-    b_e = exp2_flushed(step_sums(steps, NUM_LEVELS, b_g, BT, PRECISE))
+    b_e = exp2_flushed(sum_steps(load_steps(steps, NUM_LEVELS, BT), b_g, PRECISE))
     b_dq *= b_e * scale
     b_dg = b_q.to(tl.float32) * b_dq
     b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)[:, None]
     b_dq += b_diagonal * b_k.to(tl.float32)
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-    b_kn *= exp2_flushed(step_sums(steps, NUM_LEVELS + 1, b_g, BT, PRECISE)) * b_beta[:, None]
+    b_kn *= exp2_flushed(sum_steps(load_steps(steps, NUM_LEVELS + 1, BT), b_g, PRECISE)) * b_beta[:, None]
     b_written = b_k.to(tl.float32) * b_kn
     b_all = tl.sum(b_written, 0)
     b_dg -= b_written
@@ -360,17 +296,17 @@ def channel_gradient_kernel(
     if GATE:
         b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0, eviction_policy="evict_first").to(tl.float32)[None, :]
     if GATE == 2:
-        b_share = fast_sigmoid(rate * b_x)
+        b_share = fast_sigmoid(b_x, rate)
         b_slope = tl.where(m_tk & (lower_bound * b_share > SMALLEST_LOG_DECAY), b_share * (1.0 - b_share), 0.0)
         # a saturated gate has slope 0, whatever its rate
         b_dg = tl.where(b_slope == 0.0, 0.0, b_dg * b_slope * (lower_bound * rate))
         tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_x))
     else:
-        b_y = fast_gate(b_x, rate, lower_bound, m_tk, GATE, PRECISE)
+        b_y = activate_gate(b_x, rate, lower_bound, m_tk, 1.0, GATE, PRECISE)
         b_dg = tl.where(m_tk & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
         if GATE == 1:
             tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_y))
-            b_dg *= -rate * fast_sigmoid(b_x)
+            b_dg *= -rate * fast_sigmoid(b_x, 1.0)
     if GATE:
         tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 0), mask=m_k)
     tl.store(d_gate + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_tk)

@@ -3,6 +3,10 @@
 The mathematics and the letters are at the head of triton_chunk_forward.py.
 """
 
+import os
+
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -18,6 +22,9 @@ LENGTHS = ["T", "NT", "N", "NUM_SEGMENTS"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bit patterns of bf16 operands
 BF16_OPERAND = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)
+
+# instructions of NVIDIA GPUs that Triton does not emit by itself; the interpreter has none of them
+HAS_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 
 
 @triton.jit
@@ -74,22 +81,17 @@ def exact_dot(a, b, A_IS_MASK: tl.constexpr):
 
 
 @triton.jit
-def sum_steps(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """Exponents: matrix i_m of `steps` (0/1, [BT, BT]) times the log-decays [BT, BK]. Rounding those to fp16 moves a
-    factor e^-x by at most x e^-x 2^-12 < 1e-4, less than the rounding of the 16-bit operands that it multiplies."""
+def load_steps(steps, i_m, BT: tl.constexpr):
+    """Matrix i_m of `steps` (0/1, [BT, BT]); computed here it would cost registers and go to shared memory anyway."""
     o_i = tl.arange(0, BT)
-    # loaded, because a mask computed here would cost registers and go to shared memory anyway
-    m = tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
-    return exact_dot(m, b_g, True) if PRECISE else tl.dot(m, b_g.to(tl.float16))
+    return tl.load(steps + i_m * BT * BT + o_i[:, None] * BT + o_i[None, :])
 
 
 @triton.jit
-def level_pairs(i_l, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[BT, BT] mask of the pairs (later row i in a right half, earlier row j in the left half beside it)."""
-    # built from rows and columns that depend on the level: a mask made in 2D would sit in registers across the loop
-    left = tl.arange(0, BT) >> i_l
-    right = tl.where((left & 1) == 1, left - 1, -1)
-    return left[:, None] == right[None, :] if TRANSPOSED else right[:, None] == left[None, :]
+def sum_steps(m, b_g, PRECISE: tl.constexpr):
+    """Exponents: a matrix of steps times the log-decays [BT, BK]. Rounding those to fp16 moves a factor e^-x by at
+    most x e^-x 2^-12 < 1e-4, less than the rounding of the 16-bit operands that it multiplies."""
+    return exact_dot(m, b_g, True) if PRECISE else tl.dot(m, b_g.to(tl.float16))
 
 
 @triton.jit
@@ -113,46 +115,92 @@ def head_decay_matrix(b_g, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def exp2_flushed(x):
+    """2^x, 0 where fp32 has no normal number for it: one instruction instead of four."""
+    if HAS_PTX:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
+def fast_sigmoid(x, rate):
+    """sigmoid(rate x)."""
+    if HAS_PTX:
+        y = 1.0 + exp2_flushed(x * (rate * -LOG2_E))
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.sigmoid(rate * x)
+    return y
+
+
+@triton.jit
 def load_beta(beta, i_row, o_row, m_t, HAS_BETA: tl.constexpr, RAW: tl.constexpr):
     """Write strengths of the rows; RAW: from their logits. Rows past the end write nothing."""
     if HAS_BETA:
         b_beta = tl.load(beta + i_row + o_row, mask=m_t, other=0.0).to(tl.float32)
         if RAW:
-            b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
+            b_beta = tl.where(m_t, fast_sigmoid(b_beta, 1.0), 0.0)
     else:
         b_beta = m_t.to(tl.float32)
     return b_beta
 
 
 @triton.jit
-def softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+def keep_level(x, b_level, i_l, rest, PRECISE: tl.constexpr):
+    """x where two tokens meet at level i_l, else rest, which must be 0 where they do; 16-bit numbers two at a time."""
+    if HAS_PTX and not PRECISE:
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m;
+            set.eq.u32.f16x2 m, $2, $3;
+            lop3.b32 $0, $1, m, $4, 0xEA;
+            }""",
+            "=r,r,r,r,r", [x, b_level, tl.full(b_level.shape, i_l, tl.float16), rest],
+            dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = tl.where(b_level == i_l, x, rest)
+    return y
 
 
 @triton.jit
-def activate_gate(b_x, b_bias, rate, lower_bound, m, GATE: tl.constexpr):
-    """Log-decays: GATE 0 given, or from logits, 1 -rate softplus(x + bias), 2 bound sigmoid(rate (x + bias))."""
+def keep_bits(x, bits, PRECISE: tl.constexpr):
+    """x where all bits are set, 0 where none is."""
+    if HAS_PTX and not PRECISE:
+        y = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [x, bits], dtype=x.dtype, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        y = tl.where(bits != 0, x, 0.0)
+    return y
+
+
+@triton.jit
+def fast_softplus(x, PRECISE: tl.constexpr):
+    """softplus(x) / log 2."""
+    x *= LOG2_E
+    if HAS_PTX and not PRECISE:
+        y = exp2_flushed(tl.minimum(x, 30.0)) + 1.0
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(1.0 + tl.exp2(tl.minimum(x, 30.0)))
+    return tl.where(x > 30.0, x, y)
+
+
+@triton.jit
+def activate_gate(b_x, rate, lower_bound, m, unit: tl.constexpr, GATE: tl.constexpr, PRECISE: tl.constexpr):
+    """Log-decays times `unit`: GATE 0 given, or from logits, 1 -rate softplus(x), 2 lower_bound sigmoid(rate x)."""
     if GATE == 1:
-        b_x = -rate * softplus(b_x + b_bias)
+        b_x = fast_softplus(b_x, PRECISE) * (rate * (-unit / LOG2_E))
     elif GATE == 2:
-        b_x = lower_bound * tl.sigmoid(rate * (b_x + b_bias))
+        b_x = fast_sigmoid(b_x, rate) * (lower_bound * unit)
+    else:
+        b_x *= unit
     if GATE:
         b_x = tl.where(m, b_x, 0.0)
-    return tl.maximum(b_x, SMALLEST_LOG_DECAY)
-
-
-@triton.jit
-def load_gate(gate, dt_bias, o_row, o_k, m_t, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr):
-    """[BT, BK] log-decays in units of log 2, 0 outside."""
-    m_k = o_k < K
-    m_tk = m_t[:, None] & m_k[None, :]
-    b_x = tl.load(gate + o_row[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-    if GATE:
-        b_bias = tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_g = activate_gate(b_x, b_bias[None, :], rate, lower_bound, m_tk, GATE)
-    else:
-        b_g = activate_gate(b_x, 0.0, rate, lower_bound, m_tk, GATE)
-    return b_g * LOG2_E
+    return tl.maximum(b_x, SMALLEST_LOG_DECAY * unit)
 
 
 @triton.jit

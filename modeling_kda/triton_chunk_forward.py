@@ -25,14 +25,17 @@ except ImportError as error:
 
 from .triton_chunk_common import (
     LENGTHS,
+    LOG2_E,
+    SMALLEST_LOG_DECAY,
     activate_gate,
+    exp2_flushed,
     head_decay_matrix,
     head_sums,
-    level_pairs,
+    keep_level,
     load_beta,
     load_factors,
-    load_gate,
     load_key_block,
+    load_steps,
     load_values,
     locate_chunk,
     locate_sequence,
@@ -52,37 +55,52 @@ def load_inverse_norm(x, o_row, m_t, D: tl.constexpr, BD: tl.constexpr, BT: tl.c
 
 
 @triton.jit
-def load_rows(x, o_row, o_k, m_t, b_r, K: tl.constexpr):
-    """[BT, BK] of q or k in fp32, times a factor per row."""
-    m_tk = m_t[:, None] & (o_k < K)[None, :]
-    return tl.load(x + o_row[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32) * b_r[:, None]
+def load_rows(x, o_row, o_k, m_t, K: tl.constexpr):
+    """[BT, BK] of q, k or the gate."""
+    return tl.load(x + o_row[:, None] + o_k[None, :], mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)
 
 
 @triton.jit
-def store_decayed(
-    b_q, b_k, b_g, steps, q_in, k_in, k_out, o_block, scale,
-    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """scale q e^G, k e^G and k e^{G_C - G} of one block of key channels."""
-    b_in = tl.exp2(sum_steps(steps, NUM_LEVELS, b_g, BT, PRECISE))
-    tl.store(q_in + o_block, (b_q * (b_in * scale)).to(q_in.dtype.element_ty))
-    tl.store(k_in + o_block, (b_k * b_in).to(k_in.dtype.element_ty))
-    b_out = tl.exp2(sum_steps(steps, NUM_LEVELS + 1, b_g, BT, PRECISE))
-    tl.store(k_out + o_block, (b_k * b_out).to(k_out.dtype.element_ty))
+def activate_block(
+    b_x, dt_bias, o_k, m_t, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr, PRECISE: tl.constexpr
+):
+    """Log-decays of a block in units of log 2, 0 outside."""
+    m_k = o_k < K
+    b_x = b_x.to(tl.float32)
+    if GATE:
+        b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+    return activate_gate(b_x, rate, lower_bound, m_t[:, None] & m_k[None, :], LOG2_E, GATE, PRECISE)
 
 
 @triton.jit
-def invert_level(b_x, b_m, DT: tl.constexpr):
-    """Block doubling, the recursive 2x2 block inverse: X holds inverses of diagonal blocks, b_m what couples them in
-    pairs. No power of a matrix is taken, and fp16 operands suffice."""
-    b_half = b_x.to(DT)
-    b_m = tl.dot(b_m.to(DT), b_half, input_precision="tf32x3")
-    return tl.dot(b_half, b_m.to(DT), b_x, input_precision="tf32x3")
+def store_decayed(b_x, b_e, x, o_block):
+    """x times its decay, rounded once."""
+    tl.store(x + o_block, (b_x.to(tl.float32) * b_e).to(x.dtype.element_ty))
+
+
+@triton.jit
+def erasing_matrix(
+    b_n, b_beta, b_level, BT: tl.constexpr, NUM_LEVELS: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr
+):
+    """Z = (I + N diag(beta))^-1 N by block doubling, the recursive 2x2 block inverse: X holds inverses of diagonal
+    blocks, and each level couples them in pairs. No power of a matrix is taken, and fp16 operands suffice."""
+    o_i = tl.arange(0, BT)
+    b_m = (b_n.to(tl.float32) * -b_beta[None, :]).to(DT)
+    b_zero = tl.zeros_like(b_m)
+    # blocks of two rows have nothing to multiply
+    b_x = keep_level(b_m, b_level, 0, b_zero, PRECISE).to(tl.float32)
+    b_x += tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
+    for i_l in range(1, NUM_LEVELS):
+        b_half = b_x.to(DT)
+        b_c = keep_level(b_m, b_level, i_l, b_zero, PRECISE)
+        b_c = tl.dot(b_c, b_half, input_precision="tf32x3").to(DT)
+        b_x = tl.dot(b_half, b_c, b_x, input_precision="tf32x3")
+    return tl.dot(b_x.to(DT), b_n, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prep_kernel(
-    q, k, gate, beta, A_log, dt_bias, cu_seqlens, steps,                      # inputs
+    q, k, gate, beta, A_log, dt_bias, cu_seqlens, steps, levels,              # inputs
     q_in, k_in, k_out, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,  # per slot
     scale, lower_bound, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
@@ -92,7 +110,7 @@ def prep_kernel(
     PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """P and Z of one chunk of one value head with decay per channel, scale q e^G, k e^G, k e^{G_C - G} and e^{G_C}.
-    DT: dtype of the operands that are multiplied here."""
+    DT: dtype of the operands that are multiplied here. The key channels are taken in one block or two."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
@@ -108,76 +126,96 @@ def prep_kernel(
     gate += (row * HV + i_hv) * K
     o_key = o_i * (H * K)
     o_gate = o_i * (HV * K)
-    b_rq = tl.full([BT], 1.0, tl.float32)
-    b_rk = tl.full([BT], 1.0, tl.float32)
-    if QK_NORM:
-        b_rq = load_inverse_norm(q, o_key, m_t, K, BK, BT)
-        b_rk = load_inverse_norm(k, o_key, m_t, K, BK, BT)
-        tl.store(norm_q + slot * BT + o_i, b_rq)
-        tl.store(norm_k + slot * BT + o_i, b_rk)
     rate = 1.0
     if GATE:
         rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         dt_bias += i_hv * K
-
     tl.static_assert(KP <= 2 * BK, "the key channels are taken in one or two blocks")
     o_block = slot * BT * KP + o_i[:, None] * KP
     o_k = tl.arange(0, BK)
-    b_q = load_rows(q, o_key, o_k, m_t, b_rq, K)
-    b_k = load_rows(k, o_key, o_k, m_t, b_rk, K)
-    b_g = load_gate(gate, dt_bias, o_gate, o_k, m_t, rate, lower_bound, K, GATE)
-    store_decayed(b_q, b_k, b_g, steps, q_in, k_in, k_out, o_block + o_k[None, :], scale, BT, NUM_LEVELS, PRECISE)
-    tl.store(total + slot * KP + o_k, tl.exp2(tl.sum(b_g, 0)))
-    b_q = b_q.to(DT)
-    b_k = b_k.to(DT)
-    # the diagonal of q k^T needs no decay; the levels fill in the rest
-    b_p = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    # every read of the chunk is on its way before the first number is needed
+    b_q = load_rows(q, o_key, o_k, m_t, K)
+    b_k = load_rows(k, o_key, o_k, m_t, K)
+    b_x = load_rows(gate, o_gate, o_k, m_t, K)
     if KP > BK:
-        o_k += BK
-        b_q1 = load_rows(q, o_key, o_k, m_t, b_rq, K)
-        b_k1 = load_rows(k, o_key, o_k, m_t, b_rk, K)
-        b_g1 = load_gate(gate, dt_bias, o_gate, o_k, m_t, rate, lower_bound, K, GATE)
-        store_decayed(
-            b_q1, b_k1, b_g1, steps, q_in, k_in, k_out, o_block + o_k[None, :], scale, BT, NUM_LEVELS, PRECISE
-        )
-        tl.store(total + slot * KP + o_k, tl.exp2(tl.sum(b_g1, 0)))
-        b_q1 = b_q1.to(DT)
-        b_k1 = b_k1.to(DT)
-        b_p = tl.dot(b_q1, tl.trans(b_k1), b_p, input_precision="tf32x3")
-    b_p = tl.where(o_i[:, None] == o_i[None, :], b_p, 0.0)
-    b_n = tl.zeros([BT, BT], tl.float32)
+        b_q1 = load_rows(q, o_key, o_k + BK, m_t, K)
+        b_k1 = load_rows(k, o_key, o_k + BK, m_t, K)
+        b_x1 = load_rows(gate, o_gate, o_k + BK, m_t, K)
+    b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
+    # the diagonal of q k^T needs no decay; the levels fill in the rest
+    b_pair = b_q.to(tl.float32) * b_k.to(tl.float32)
+    if KP > BK:
+        b_pair += b_q1.to(tl.float32) * b_k1.to(tl.float32)
+    b_diagonal = tl.sum(b_pair, 1)
+    b_rq = scale
+    b_rk = 1.0
+    if QK_NORM:
+        b_q2 = b_q.to(tl.float32) * b_q.to(tl.float32)
+        b_k2 = b_k.to(tl.float32) * b_k.to(tl.float32)
+        if KP > BK:
+            b_q2 += b_q1.to(tl.float32) * b_q1.to(tl.float32)
+            b_k2 += b_k1.to(tl.float32) * b_k1.to(tl.float32)
+        b_rq = tl.rsqrt(tl.sum(b_q2, 1) + 1e-6)
+        b_rk = tl.rsqrt(tl.sum(b_k2, 1) + 1e-6)
+        tl.store(norm_q + slot * BT + o_i, b_rq)
+        tl.store(norm_k + slot * BT + o_i, b_rk)
+        b_rq = (b_rq * scale)[:, None]
+        b_rk = b_rk[:, None]
+    b_diagonal = b_diagonal[:, None] * b_rq * b_rk
+    b_q = (b_q.to(tl.float32) * b_rq).to(DT)
+    b_k = (b_k.to(tl.float32) * b_rk).to(DT)
+    b_g = activate_block(b_x, dt_bias, o_k, m_t, rate, lower_bound, K, GATE, PRECISE)
+    tl.store(total + slot * KP + o_k, exp2_flushed(tl.sum(b_g, 0)))
+    if KP > BK:
+        b_q1 = (b_q1.to(tl.float32) * b_rq).to(DT)
+        b_k1 = (b_k1.to(tl.float32) * b_rk).to(DT)
+        b_g1 = activate_block(b_x1, dt_bias, o_k + BK, m_t, rate, lower_bound, K, GATE, PRECISE)
+        tl.store(total + slot * KP + BK + o_k, exp2_flushed(tl.sum(b_g1, 0)))
+    o_block += o_k[None, :]
+    m = load_steps(steps, NUM_LEVELS, BT)
+    b_in = exp2_flushed(sum_steps(m, b_g, PRECISE))
+    store_decayed(b_q, b_in, q_in, o_block)
+    store_decayed(b_k, b_in, k_in, o_block)
+    if KP > BK:
+        b_in = exp2_flushed(sum_steps(m, b_g1, PRECISE))
+        store_decayed(b_q1, b_in, q_in, o_block + BK)
+        store_decayed(b_k1, b_in, k_in, o_block + BK)
+    m = load_steps(steps, NUM_LEVELS + 1, BT)
+    store_decayed(b_k, exp2_flushed(sum_steps(m, b_g, PRECISE)), k_out, o_block)
+    if KP > BK:
+        store_decayed(b_k1, exp2_flushed(sum_steps(m, b_g1, PRECISE)), k_out, o_block + BK)
+
+    b_level = tl.load(levels + o_i[:, None] * BT + o_i[None, :])
+    PT: tl.constexpr = scores.dtype.element_ty
+    b_n = tl.zeros([BT, BT], DT)
+    b_p = tl.where(o_i[:, None] == o_i[None, :], b_diagonal, 0.0).to(PT)
     for i_l in range(NUM_LEVELS):
-        b_e = tl.exp2(sum_steps(steps, i_l, b_g, BT, PRECISE)).to(DT)
+        m = load_steps(steps, i_l, BT)
+        b_e = exp2_flushed(sum_steps(m, b_g, PRECISE)).to(DT)
         b_ke = b_k * b_e
         b_qk = tl.dot(b_q * b_e, tl.trans(b_ke), input_precision="tf32x3")
         if ERASE:
             b_kk = tl.dot(b_ke, tl.trans(b_ke), input_precision="tf32x3")
         if KP > BK:
-            b_e = tl.exp2(sum_steps(steps, i_l, b_g1, BT, PRECISE)).to(DT)
+            b_e = exp2_flushed(sum_steps(m, b_g1, PRECISE)).to(DT)
             b_ke = b_k1 * b_e
             b_qk = tl.dot(b_q1 * b_e, tl.trans(b_ke), b_qk, input_precision="tf32x3")
             if ERASE:
                 b_kk = tl.dot(b_ke, tl.trans(b_ke), b_kk, input_precision="tf32x3")
-        m_pair = level_pairs(i_l, BT, False)
-        b_p = tl.where(m_pair, b_qk, b_p)
+        b_p = keep_level(b_qk.to(PT), b_level, i_l, b_p, PRECISE)
         if ERASE:
-            b_n = tl.where(m_pair, b_kk, b_n)
+            b_n = keep_level(b_kk.to(DT), b_level, i_l, b_n, PRECISE)
 
     o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
-    tl.store(scores + o_matrix, (b_p * scale).to(scores.dtype.element_ty))
+    tl.store(scores + o_matrix, b_p)
     if ERASE:
-        b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-        b_x = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
-        b_m = b_n * -b_beta[None, :]
-        for i_l in range(NUM_LEVELS):
-            b_x = invert_level(b_x, tl.where(level_pairs(i_l, BT, False), b_m, 0.0), DT)
-        b_z = tl.dot(b_x.to(DT), b_n.to(DT), input_precision="tf32x3")
+        b_z = erasing_matrix(b_n, b_beta, b_level, BT, NUM_LEVELS, PRECISE, DT)
         tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prep_head_kernel(
-    q, k, log_decay, beta, cu_seqlens,                                         # inputs
+    q, k, log_decay, beta, cu_seqlens, levels,                                 # inputs
     row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,             # per slot
     scale, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
@@ -211,8 +249,8 @@ def prep_head_kernel(
     b_n = tl.zeros([BT, BT], tl.float32)
     for i_k in tl.static_range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
-        b_q = load_rows(q, o_key, o_k, m_t, b_rq, K).to(DT)
-        b_k = load_rows(k, o_key, o_k, m_t, b_rk, K).to(DT)
+        b_q = (load_rows(q, o_key, o_k, m_t, K).to(tl.float32) * b_rq[:, None]).to(DT)
+        b_k = (load_rows(k, o_key, o_k, m_t, K).to(tl.float32) * b_rk[:, None]).to(DT)
         b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision="tf32x3")
         if ERASE:
             b_n = tl.dot(b_k, tl.trans(b_k), b_n, input_precision="tf32x3")
@@ -220,7 +258,7 @@ def prep_head_kernel(
     b_after = tl.zeros([BT], tl.float32)
     if DECAY == 1:
         b_g = tl.load(log_decay + row * HV + i_hv + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_g = activate_gate(b_g, 0.0, 1.0, 0.0, m_t, 0)
+        b_g = tl.maximum(b_g, SMALLEST_LOG_DECAY)
         b_d = head_decay_matrix(b_g, BT, False)
         b_p *= b_d
         b_n *= b_d
@@ -236,11 +274,9 @@ def prep_head_kernel(
     if ERASE:
         b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
         b_n = tl.where(o_i[:, None] > o_i[None, :], b_n, 0.0)
-        b_x = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
-        for i_l in range(NUM_LEVELS):
-            b_m = tl.where(level_pairs(i_l, BT, False), b_n * -b_beta[None, :], 0.0)
-            b_x = invert_level(b_x, b_m, DT)
-        b_z = tl.dot(b_x.to(DT), b_n.to(DT), input_precision="tf32x3")
+        b_level = tl.load(levels + o_i[:, None] * BT + o_i[None, :])
+        PRECISE: tl.constexpr = tl.float32 == DT
+        b_z = erasing_matrix(b_n.to(DT), b_beta, b_level, BT, NUM_LEVELS, PRECISE, DT)
         tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
 
 

@@ -24,6 +24,7 @@ from .triton_chunk_blocks import (
     MIN_PADDED_K,
     NUM_LEVELS,
     fit,
+    pair_levels,
     pair_masks,
     shared_memory_of,
     step_masks,
@@ -111,11 +112,13 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens)]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    # kernels round scale * q to fp16, which keeps no very small or large numbers
+    inside, outside = (scale, None) if 2**-10 <= abs(scale) <= 2**10 else (1.0, scale)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     run = choose(forward_op, ChunkFunction.apply, _forward, *tensors)
     with on_device(q):
-        o, final, *_ = run(*tensors, erase, scale, form, float(bound), qk_norm, raw_beta, save)
-    return o, final
+        o, final, *_ = run(*tensors, erase, inside, form, float(bound), qk_norm, raw_beta, save)
+    return o if outside is None else o * outside, final
 
 
 # Long sequences of few heads go in several runs at once. How many depends on the batch, and with it the last bits of
@@ -174,11 +177,13 @@ def _forward(
     prepared = *rows, *norms, total, scores, erasing
     if p.decay == 2:
         prep_kernel[(p.slots * p.HV,)](
-            q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), *keys, *prepared, scale, bound,
-            GATE=form, PRECISE=p.precise, **options,
+            q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), pair_levels(q.device), *keys,
+            *prepared, scale, bound, GATE=form, PRECISE=p.precise, **options,
         )  # fmt: skip
     else:
-        prep_head_kernel[(p.slots * p.HV,)](q, k, gate, beta, cu_seqlens, *prepared, scale, **options)
+        prep_head_kernel[(p.slots * p.HV,)](
+            q, k, gate, beta, cu_seqlens, pair_levels(q.device), *prepared, scale, **options
+        )
     segments = 1 if save else num_segments(p)
     _scan(p, segments, (v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state), cu_seqlens,
           (o, errors, states, final), save)  # fmt: skip

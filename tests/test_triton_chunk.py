@@ -158,6 +158,13 @@ def interpreted_segments(monkeypatch, rule, dtype):
         assert_close(a, b, BUDGETS[dtype][0])
 
 
+@pytest.mark.parametrize("scale", [1e-7, 1e7])
+def interpreted_scale_outside_of_fp16(scale):
+    tensors, erase = make_inputs(T=20, dtype=torch.bfloat16)
+    o = host.triton_chunk_delta_rule(*tensors, scale=scale)[0]
+    assert_close(o, delta_rule_loop(*tensors, erase=erase, scale=scale)[0], BUDGETS[torch.bfloat16][0])
+
+
 def interpreted_nothing():
     tensors, _ = make_inputs(T=0)
     o, state = host.triton_chunk_delta_rule(*tensors)
