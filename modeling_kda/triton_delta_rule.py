@@ -7,6 +7,7 @@ channels, HV value heads of V channels. Nothing here waits for the device, so ca
 
 import os
 import zlib
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from .triton_chunk_blocks import (
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
-from .triton_launch import DTYPES, INTERPRETED, choose, on_device
+from .triton_launch import DTYPES, INTERPRETED, choose, eager_function, on_device
 
 MAX_DIM = 256
 
@@ -115,7 +116,7 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     # kernels round scale * q to fp16, which keeps no very small or large numbers
     inside, outside = (scale, None) if 2**-10 <= abs(scale) <= 2**10 else (1.0, scale)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    run = choose(forward_op, ChunkFunction.apply, _forward, *tensors)
+    run = choose(forward_op, eager_chunks, _forward, *tensors)
     with on_device(q):
         o, final, *_ = run(*tensors, erase, inside, form, float(bound), qk_norm, raw_beta, save)
     return o if outside is None else o * outside, final
@@ -412,15 +413,4 @@ def _differentiate(ctx, do, d_final, *_, run=backward_op):
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
 
-
-class ChunkFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        outputs = _forward(*inputs)
-        _save(ctx, inputs, outputs)
-        return outputs[:2]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *gradients):
-        return _differentiate(ctx, *gradients, run=_backward)
+eager_chunks = eager_function(_forward, _save, partial(_differentiate, run=_backward))

@@ -11,6 +11,7 @@ deterministic. B batch, T time, C channels, W taps, V value channels.
 """
 
 import re
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,16 @@ except ImportError as e:
         "the Triton kernels need the package triton (pip install triton); the PyTorch path works without it"
     ) from e
 
-from .triton_launch import ACTIVATIONS, MAX_TAPS, choose, on_device, strides, unfit_tensors, unit_stride
+from .triton_launch import (
+    ACTIVATIONS,
+    MAX_TAPS,
+    choose,
+    eager_function,
+    on_device,
+    strides,
+    unfit_tensors,
+    unit_stride,
+)
 
 MAX_NORM_SIZE = 4096
 # measured on an H200: channels and tokens of one program
@@ -62,7 +72,7 @@ def triton_short_convolution(x, weight, window=None, *, age=None, activation=Non
 
 def run_short_convolution(x, weight, window=None, *, age=None, activation=None):
     """y alone, without checks: for callers that have asked `unsupported_convolution`."""
-    run = choose(short_convolution_op, ConvolutionFunction.apply, _convolve, x, weight, window)
+    run = choose(short_convolution_op, eager_convolution, _convolve, x, weight, window)
     return run(x, weight, window, age, ACTIVATIONS[activation])
 
 
@@ -156,17 +166,9 @@ def _differentiate_convolution(ctx, dy, run=short_convolution_backward_op):
 short_convolution_op.register_autograd(_differentiate_convolution, setup_context=_save_convolution)
 
 
-class ConvolutionFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        y = _convolve(*inputs)
-        _save_convolution(ctx, inputs, y)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        return _differentiate_convolution(ctx, dy, _convolve_backward)
+eager_convolution = eager_function(
+    _convolve, _save_convolution, partial(_differentiate_convolution, run=_convolve_backward)
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -382,7 +384,7 @@ def triton_gated_norm(o, weight, gate=None, *, eps):
 
 def run_gated_norm(o, weight, gate=None, *, eps):
     """`triton_gated_norm` without checks: for callers that have asked `unsupported_norm`."""
-    run = choose(gated_norm_op, NormFunction.apply, _gated_norm, o, weight, gate)
+    run = choose(gated_norm_op, eager_norm, _gated_norm, o, weight, gate)
     return run(o, weight, gate, float(eps))
 
 
@@ -464,17 +466,7 @@ def _differentiate_norm(ctx, dy, run=gated_norm_backward_op):
 gated_norm_op.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 
-class NormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        y = _gated_norm(*inputs)
-        _save_norm(ctx, inputs, y)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        return _differentiate_norm(ctx, dy, _gated_norm_backward)
+eager_norm = eager_function(_gated_norm, _save_norm, partial(_differentiate_norm, run=_gated_norm_backward))
 
 
 @triton.jit(do_not_specialize=["N"])
