@@ -3,7 +3,7 @@
 `reverse_scan_kernel`, from the last chunk to the first, with dS the gradient of the state after the chunk:
 
     dU = P^T dO + (k e^{G_C - G}) dS     dR = (I - Z^T diag(beta)) dU     dV = beta dR     dbeta_i = E_i . dR_i
-    dS <- e^{G_C} dS + scale (q e^G)^T dO - (k e^G)^T dV
+    dS <- e^{G_C} dS + scale (q e^G)^T dO - (k e^G)^T dV, or - W^T diag(beta) dU where W is prepared
 
 `head_gradient_kernel` (one decay per head, or none) and those of triton_chunk_channels.py (decay per channel), every
 chunk alone, with U = beta E:
@@ -28,9 +28,10 @@ from .triton_chunk_common import (
     LENGTHS,
     SMALLEST_LOG_DECAY,
     head_decay_matrix,
-    head_sums,
+    head_factors,
     load_beta,
     load_factors,
+    load_head_gate,
     load_key_block,
     load_values,
     locate_chunk,
@@ -42,15 +43,14 @@ SIZES = [*LENGTHS, "num_rows", "NUM_PARTS"]
 
 @triton.jit(do_not_specialize=SIZES)
 def reverse_scan_kernel(
-    do, beta, errors, q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # inputs, saved
+    do, errors, q_in, k_in, k_out, strength, row_q, row_k, row_out, total, scores, erasing,  # inputs, saved
     d_final, segment_state, cu_seqlens,
     dv, d_beta, d_states, d_state,                                                      # outputs
     T, NT, N, NUM_SEGMENTS, num_rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    HAS_FINAL: tl.constexpr, HAS_STATE: tl.constexpr, SEGMENT: tl.constexpr,
-    IS_VARLEN: tl.constexpr, DT: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_STATE: tl.constexpr,
+    SEGMENT: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """dV, this V block's share of dbeta, the gradient of the state after every chunk, and that of the first state.
 
@@ -86,18 +86,18 @@ def reverse_scan_kernel(
         b_ds += tl.load(d_final + p_io, mask=m_vk, other=0.0).to(tl.float32)
 
     i_next = tl.maximum(end - 1, 0)
-    b_do = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT)
-    b_e = load_values(errors, bos, i_next, length, i_hv, o_v, HV, V, BT)
+    b_do = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT, True)
+    b_e = load_values(errors, bos, i_next, length, i_hv, o_v, HV, V, BT, True)
     b_beta, b_total, b_rq, b_rk, b_ro = load_factors(
-        beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+        strength, total, row_q, row_k, row_out, first, i_next, i_hv, HV, KP, BT, DECAY
     )
     for i_back in range(0, end - start):
         i_t = end - 1 - i_back
         i_next = tl.maximum(i_t - 1, start)
-        b_do_next = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT)
-        b_e_next = load_values(errors, bos, i_next, length, i_hv, o_v, HV, V, BT)
+        b_do_next = load_values(do, bos, i_next, length, i_hv, o_v, HV, V, BT, True)
+        b_e_next = load_values(errors, bos, i_next, length, i_hv, o_v, HV, V, BT, True)
         b_beta_next, b_total_next, b_rq_next, b_rk_next, b_ro_next = load_factors(
-            beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+            strength, total, row_q, row_k, row_out, first, i_next, i_hv, HV, KP, BT, DECAY
         )
         i_slot = (first + i_t).to(tl.int64) * HV + i_hv
         i_row = bos + i_t * BT
@@ -110,30 +110,31 @@ def reverse_scan_kernel(
         if SEGMENT != 1:
             p_s = i_slot * V * KP + o_v[:, None] * KP + o_k[None, :]
             tl.store(d_states + p_s, b_ds.to(d_states.dtype.element_ty), mask=m_v[:, None])
-        b_kt = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
-        b_d = tl.dot(b_ds.to(DT), b_kt, input_precision="tf32x3")
+        b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
+        b_d = tl.dot(b_ds.to(DT), tl.trans(b_k), input_precision="tf32x3")
         if DECAY != 2:
             b_d *= b_ro[None, :]
         b_p = tl.load(scores + o_matrix).to(DT)
         b_d = tl.dot(b_do.to(DT), b_p, b_d, input_precision="tf32x3")
-        if ERASE:
-            b_z = tl.load(erasing + o_matrix).to(DT)
-            b_d -= tl.dot((b_d * b_beta[None, :]).to(DT), b_z, input_precision="tf32x3")
-        if SEGMENT != 1:
-            b_db = tl.sum(b_e.to(tl.float32) * b_d, 0)
-            tl.store(d_beta + (i_v.to(tl.int64) * num_rows + i_row) * HV + i_hv + o_i * HV, b_db, mask=m_t)
-        b_d *= b_beta[None, :]
-        if SEGMENT != 1:
-            tl.store(dv + o_value + o_block, b_d.to(dv.dtype.element_ty), mask=m_vt)
         b_ds *= b_total[None, :] if DECAY == 2 else b_total
-        b_q = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
+        b_q = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
         b_read = b_do if DECAY == 2 else b_do.to(tl.float32) * b_rq[None, :]
         b_ds = tl.dot(b_read.to(DT), b_q, b_ds, input_precision="tf32x3")
         if ERASE:
-            if DECAY != 2:
-                b_d *= b_rk[None, :]
-            b_k = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
-            b_ds = tl.dot((-b_d).to(DT), b_k, b_ds, input_precision="tf32x3")
+            b_uh = (b_d * b_beta[None, :]).to(DT)
+            b_z = tl.load(erasing + o_matrix).to(DT)
+            b_d -= tl.dot(b_uh, b_z, input_precision="tf32x3")
+            if DECAY == 2:
+                # -W
+                b_w = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
+                b_ds = tl.dot(b_uh, b_w, b_ds, input_precision="tf32x3")
+            else:
+                b_ds = tl.dot((b_d * -(b_beta * b_rk)[None, :]).to(DT), b_k, b_ds, input_precision="tf32x3")
+        if SEGMENT != 1:
+            b_db = tl.sum(b_e.to(tl.float32) * b_d, 0)
+            tl.store(d_beta + (i_v.to(tl.int64) * num_rows + i_row) * HV + i_hv + o_i * HV, b_db, mask=m_t)
+            b_d *= b_beta[None, :]
+            tl.store(dv + o_value + o_block, b_d.to(dv.dtype.element_ty), mask=m_vt)
         b_do = b_do_next
         b_e = b_e_next
         b_beta = b_beta_next
@@ -148,15 +149,23 @@ def reverse_scan_kernel(
         tl.store(d_state + p_io, b_ds, mask=m_vk)
 
 
+@triton.jit
+def load_tokens(x, v_0, m_t, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """[BT, BV] of a chunk of one head of a tensor [tokens, HV, V], 0 outside."""
+    o_v = v_0 + tl.arange(0, BV)
+    o_block = tl.arange(0, BT).to(tl.int64)[:, None] * (HV * V) + o_v[None, :]
+    return tl.load(x + o_block, mask=m_t[:, None] & (o_v < V)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def head_gradient_kernel(
     q, k, v, o, log_decay, beta, d_beta_parts, errors, do, dv, cu_seqlens,  # inputs, and from before
-    norm_q, norm_k, scores, chunk_states, d_states,                         # saved, and from before
+    norm_q, norm_k, chunk_states, d_states,                                 # saved, and from before
     dq, dk, d_beta, d_gate,                                                 # outputs
     scale, T, NT, N, num_rows, NUM_PARTS,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    PARTS: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     QK_NORM: tl.constexpr, PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk (of this value head), dbeta and the gradient of the log-decays of one chunk."""
@@ -165,6 +174,7 @@ def head_gradient_kernel(
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
     if i_t * BT >= length:
         return
+    WHOLE: tl.constexpr = BV >= V
     o_i = tl.arange(0, BT)
     o_w = o_i.to(tl.int64)
     m_t = i_t * BT + o_i < length
@@ -180,79 +190,60 @@ def head_gradient_kernel(
     errors += i_row * V
     chunk_states += slot * V * KP
     d_states += slot * V * KP
+    dq += i_row * K
+    dk += i_row * K
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
+    b_w = tl.full([BT, BT], 1.0, tl.float32)
+    b_in = tl.full([BT], 1.0, tl.float32)
+    b_out = b_beta
+    if DECAY:
+        b_g = load_head_gate(log_decay, i_row, o_i * HV, m_t)
+    # the shares of dbeta: all at once, and long before they are needed
+    o_part = tl.arange(0, PARTS)
+    m_part = (o_part < NUM_PARTS)[None, :] & m_t[:, None]
+    p_part = d_beta_parts + i_row + o_i[:, None] * HV + o_part.to(tl.int64)[None, :] * num_rows * HV
+    b_parts = tl.load(p_part, mask=m_part, other=0.0)
 
     # dP and dN and their transposes, each a product: Triton 3.6 transposes results of products wrongly on Hopper
-    b_dp = tl.zeros([BT, BT], tl.float32)
-    b_dpt = tl.zeros([BT, BT], tl.float32)
-    b_dn = tl.zeros([BT, BT], tl.float32)
-    b_dnt = tl.zeros([BT, BT], tl.float32)
+    b_x = tl.zeros([BT, BT], tl.float32)
+    b_y = tl.zeros([BT, BT], tl.float32)
     b_cq = tl.zeros([BT], tl.float32)
     b_ck = tl.zeros([BT], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        o_block = o_w[:, None] * (HV * V) + o_v[None, :]
-        m_tv = m_t[:, None] & (o_v < V)[None, :]
-        b_do = tl.load(do + o_block, mask=m_tv, other=0.0)
-        b_e = tl.load(errors + o_block, mask=m_tv, other=0.0).to(DT)
-        b_dp = tl.dot(b_do.to(DT), tl.trans(b_e), b_dp, input_precision="tf32x3")
-        b_dpt = tl.dot(b_e, tl.trans(b_do.to(DT)), b_dpt, input_precision="tf32x3")
-        if ERASE:
-            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0)
-            b_dn = tl.dot(b_dv.to(DT), tl.trans(b_e), b_dn, input_precision="tf32x3")
-            b_dnt = tl.dot(b_e, tl.trans(b_dv.to(DT)), b_dnt, input_precision="tf32x3")
+    for v_0 in tl.static_range(0, V, BV):
+        b_do = load_tokens(do, v_0, m_t, HV, V, BT, BV)
+        b_e = load_tokens(errors, v_0, m_t, HV, V, BT, BV).to(DT)
+        b_x = tl.dot(b_do.to(DT), tl.trans(b_e), b_x, input_precision="tf32x3")
+        b_y = tl.dot(b_e, tl.trans(b_do.to(DT)), b_y, input_precision="tf32x3")
+        if ERASE and QK_NORM:
+            b_o = load_tokens(o, v_0, m_t, HV, V, BT, BV).to(tl.float32)
+            b_cq += tl.sum(b_o * b_do.to(tl.float32), 1)
+    if DECAY:
+        b_sum, b_in, b_out, b_all = head_factors(b_g)
+        b_out *= b_beta
+        b_w = head_decay_matrix(b_sum, b_x, PRECISE)
+        # a token on itself has no part in dG: added later, so that nothing of it is left there
+        b_self = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_x, 0.0), 1) * (b_beta * scale)
+        b_dp = (b_x * tl.where(o_i[:, None] > o_i[None, :], b_w * (b_beta * scale)[None, :], 0.0)).to(DT)
+        b_dpt = (b_y * tl.where(o_i[:, None] < o_i[None, :], b_w * (b_beta * scale)[:, None], 0.0)).to(DT)
+    else:
+        b_dp = (b_x * tl.where(o_i[:, None] >= o_i[None, :], (b_beta * scale)[None, :], 0.0)).to(DT)
+        b_dpt = (b_y * tl.where(o_i[:, None] <= o_i[None, :], (b_beta * scale)[:, None], 0.0)).to(DT)
+    if ERASE:
+        b_x = tl.zeros([BT, BT], tl.float32)
+        b_y = tl.zeros([BT, BT], tl.float32)
+        for v_0 in tl.static_range(0, V, BV):
+            if not WHOLE:
+                b_e = load_tokens(errors, v_0, m_t, HV, V, BT, BV).to(DT)
+            b_dv = load_tokens(dv, v_0, m_t, HV, V, BT, BV)
+            b_x = tl.dot(b_dv.to(DT), tl.trans(b_e), b_x, input_precision="tf32x3")
+            b_y = tl.dot(b_e, tl.trans(b_dv.to(DT)), b_y, input_precision="tf32x3")
             if QK_NORM:
-                b_v = tl.load(v + o_block, mask=m_tv, other=0.0).to(tl.float32)
-                b_o = tl.load(o + o_block, mask=m_tv, other=0.0).to(tl.float32)
+                b_v = load_tokens(v, v_0, m_t, HV, V, BT, BV).to(tl.float32)
                 b_ck -= tl.sum(b_v * b_dv.to(tl.float32), 1)
-                b_cq += tl.sum(b_o * b_do.to(tl.float32), 1)
-    lower = o_i[:, None] > o_i[None, :]
-    upper = o_i[:, None] < o_i[None, :]
-    b_dp = tl.where(upper, 0.0, b_dp * b_beta[None, :])
-    b_dpt = tl.where(lower, 0.0, b_dpt * (b_beta * scale)[:, None])
-    if ERASE:
-        b_dn = tl.where(lower, b_dn * -b_beta[None, :], tl.where(upper, b_dnt * -b_beta[:, None], 0.0))
-    b_dh = tl.zeros([BT], tl.float32)
-    if DECAY == 1:
-        b_h = tl.load(log_decay + i_row + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_h = tl.maximum(b_h, SMALLEST_LOG_DECAY)
-        b_upto, b_after = head_sums(b_h, BT)
-        # what pair (i, j) adds for the steps up to i it takes away up to j: from one matrix, so that nothing is left
-        b_pair = b_dp * tl.load(scores + slot * BT * BT + o_i[:, None] * BT + o_i[None, :]).to(tl.float32)
-        b_dh += tl.sum(b_pair, 1)
-        b_column = tl.sum(b_pair, 0)
-        if PRECISE:
-            b_d = head_decay_matrix(b_h, BT, False) * head_decay_matrix(b_h, BT, True)
-        else:
-            # the sums up to both tokens depend on no later one; of large ones bits are lost that 16-bit operands lack
-            b_d = tl.exp(-tl.abs(b_upto[:, None] - b_upto[None, :]))
-        b_dp *= b_d
-        b_dpt *= b_d
-        if ERASE:
-            b_dn *= b_d
-    b_dp = (b_dp * scale).to(DT)
-    b_dpt = b_dpt.to(DT)
-    if ERASE:
-        b_nh = b_dn.to(DT)
-        if DECAY == 1:
-            b_kk = tl.zeros([BT, BT], tl.float32)
-            for i_k in range(0, KP, BK):
-                o_k = i_k + tl.arange(0, BK)
-                m_tk = m_t[:, None] & (o_k < K)[None, :]
-                b_k = tl.load(k + o_w[:, None] * (H * K) + o_k[None, :], mask=m_tk, other=0.0)
-                if QK_NORM:
-                    b_k = b_k.to(tl.float32) * tl.load(norm_k + slot * BT + o_i)[:, None]
-                b_k = b_k.to(DT)
-                b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision="tf32x3")
-            b_kk = tl.where(lower, b_kk * b_nh.to(tl.float32), 0.0)
-            b_dh += tl.sum(b_kk, 1)
-            b_column += tl.sum(b_kk, 0)
+        b_dn = (b_x * tl.where(o_i[:, None] > o_i[None, :], b_w * -b_beta[None, :], 0.0)).to(DT)
+        b_dnt = (b_y * tl.where(o_i[:, None] < o_i[None, :], b_w * -b_beta[:, None], 0.0)).to(DT)
 
-    b_db = tl.zeros([BT], tl.float32)
-    p_part = d_beta_parts + i_row
-    for _ in range(NUM_PARTS):
-        b_db += tl.load(p_part + o_i * HV, mask=m_t, other=0.0)
-        p_part += num_rows * HV
+    b_db = tl.sum(b_parts, 1)
     if QK_NORM:
         b_ck += 2.0 * b_beta * b_db
         b_rq = tl.load(norm_q + slot * BT + o_i)
@@ -262,64 +253,84 @@ def head_gradient_kernel(
             b_db *= b_beta * (1.0 - b_beta)
         tl.store(d_beta + i_row + o_i * HV, b_db.to(d_beta.dtype.element_ty), mask=m_t)
 
-    b_left = 0.0
-    b_total = 0.0
+    b_dg = tl.zeros([BT], tl.float32)
+    b_written = tl.zeros([BT], tl.float32)
+    b_through = tl.zeros([BV], tl.float32)
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
         m_tk = m_t[:, None] & (o_k < K)[None, :]
         o_key = o_w[:, None] * (H * K) + o_k[None, :]
+        o_grad = o_w[:, None] * (HV * K) + o_k[None, :]
+        # what reads the state
         b_dq = tl.zeros([BT, BK], tl.float32)
         b_kp = tl.zeros([BT, BK], tl.float32)
-        b_kn = tl.zeros([BT, BK], tl.float32)
         for i_v in range(0, V, BV):
             o_v = i_v + tl.arange(0, BV)
-            o_block = o_w[:, None] * (HV * V) + o_v[None, :]
-            m_tv = m_t[:, None] & (o_v < V)[None, :]
             p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
             b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
-            b_do = tl.load(do + o_block, mask=m_tv, other=0.0).to(DT)
-            b_dq = tl.dot(b_do, b_s, b_dq, input_precision="tf32x3")
+            if not WHOLE:
+                b_do = load_tokens(do, i_v, m_t, HV, V, BT, BV)
+                if ERASE:
+                    b_dv = load_tokens(dv, i_v, m_t, HV, V, BT, BV)
+            b_dq = tl.dot(b_do.to(DT), b_s, b_dq, input_precision="tf32x3")
             if ERASE:
-                b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0).to(DT)
-                b_kp = tl.dot(b_dv, b_s, b_kp, input_precision="tf32x3")
-            b_ds = tl.load(d_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
-            b_e = tl.load(errors + o_block, mask=m_tv, other=0.0).to(DT)
-            b_kn = tl.dot(b_e, b_ds, b_kn, input_precision="tf32x3")
-            if DECAY:
-                b_left += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
-        b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
+                b_kp = tl.dot(b_dv.to(DT), b_s, b_kp, input_precision="tf32x3")
         b_k = tl.load(k + o_key, mask=m_tk, other=0.0)
+        b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
         if QK_NORM:
             b_q = b_q.to(tl.float32) * b_rq[:, None]
             b_k = b_k.to(tl.float32) * b_rk[:, None]
         b_qh = b_q.to(DT)
         b_kh = b_k.to(DT)
-        if DECAY:
-            b_dq *= (tl.exp(b_upto) * scale)[:, None]
-            b_kp *= tl.exp(b_upto)[:, None]
-            b_kn *= (tl.exp(b_after) * b_beta)[:, None]
-            b_writes = tl.sum(b_k.to(tl.float32) * b_kn, 1)
-            b_total += tl.sum(b_writes)
-            b_dh += tl.sum(b_q.to(tl.float32) * b_dq - b_k.to(tl.float32) * b_kp, 1) - b_writes
-        else:
-            b_dq *= scale
-            b_kn *= b_beta[:, None]
+        b_dq *= (b_in * scale)[:, None]
         b_dq = tl.dot(b_dp, b_kh, b_dq, input_precision="tf32x3")
-        b_kn = tl.dot(b_dpt, b_qh, b_kn - b_kp, input_precision="tf32x3")
-        if ERASE:
-            b_kn = tl.dot(b_nh, b_kh, b_kn, input_precision="tf32x3")
+        if DECAY:
+            b_dg += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+            b_dq += b_self[:, None] * b_k.to(tl.float32)
         if QK_NORM:
             b_dq = b_rq[:, None] * (b_dq - b_q * b_cq[:, None])
-            b_kn = b_rk[:, None] * (b_kn - b_k * b_ck[:, None])
-        o_grad = i_row * K + o_w[:, None] * (HV * K) + o_k[None, :]
         tl.store(dq + o_grad, b_dq.to(dq.dtype.element_ty), mask=m_tk)
+        if ERASE:
+            b_kp = tl.dot(b_dn, b_kh, b_kp * -b_in[:, None], input_precision="tf32x3")
+            if DECAY:
+                b_dg += tl.sum(b_k.to(tl.float32) * b_kp, 1)
+        # what the state takes in
+        b_kn = tl.zeros([BT, BK], tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
+            b_ds = tl.load(d_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
+            if not WHOLE:
+                b_e = load_tokens(errors, i_v, m_t, HV, V, BT, BV).to(DT)
+            if DECAY:
+                b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0).to(DT)
+                b_through += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+            b_kn = tl.dot(b_e, b_ds, b_kn, input_precision="tf32x3")
+        # loads with a policy of their own, or the compiler would keep the first ones in registers all the time
+        b_k = tl.load(k + o_key, mask=m_tk, other=0.0, eviction_policy="evict_first")
+        b_q = tl.load(q + o_key, mask=m_tk, other=0.0, eviction_policy="evict_first")
+        if QK_NORM:
+            b_q = b_q.to(tl.float32) * b_rq[:, None]
+            b_k = b_k.to(tl.float32) * b_rk[:, None]
+        b_qh = b_q.to(DT)
+        b_kh = b_k.to(DT)
+        b_kn *= b_out[:, None]
+        if DECAY:
+            b_written += tl.sum(b_k.to(tl.float32) * b_kn, 1)
+        b_kn = tl.dot(b_dpt, b_qh, b_kn, input_precision="tf32x3")
+        if ERASE:
+            b_kn = tl.dot(b_dnt, b_kh, b_kn, input_precision="tf32x3")
+        if DECAY:
+            b_dg -= tl.sum(b_k.to(tl.float32) * b_kn, 1)
+            b_kn += b_self[:, None] * b_q.to(tl.float32)
+        if ERASE:
+            b_kn += b_kp
+        if QK_NORM:
+            b_kn = b_rk[:, None] * (b_kn - b_k * b_ck[:, None])
         tl.store(dk + o_grad, b_kn.to(dk.dtype.element_ty), mask=m_tk)
 
-    if DECAY == 1:
-        # rows and columns arrive in different layouts
-        m_from = o_i[:, None] <= o_i[None, :]
-        b_from = tl.sum(tl.where(m_from, b_dh[None, :], 0.0), 1)
-        b_from -= tl.sum(tl.where(m_from, b_column[None, :], 0.0), 1)
-        b_from += b_left * tl.exp(tl.sum(b_h, 0)) + b_total
-        b_from = tl.where(b_h > SMALLEST_LOG_DECAY, b_from, 0.0)
-        tl.store(d_gate + i_row + o_i * HV, b_from.to(d_gate.dtype.element_ty), mask=m_t)
+    if DECAY:
+        b_left = tl.sum(b_through) * b_all + tl.sum(b_written)
+        b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + b_left
+        b_dg = tl.where(b_g > SMALLEST_LOG_DECAY, b_dg, 0.0)
+        tl.store(d_gate + i_row + o_i * HV, b_dg.to(d_gate.dtype.element_ty), mask=m_t)

@@ -14,22 +14,22 @@ class Blocks(NamedTuple):
 
     prep: tuple  # key channels at a time, warps, stages
     scan: tuple  # value channels of one program, warps, stages
-    few_heads: tuple  # the same where that leaves processors idle
+    many_heads: tuple  # the same where even so every processor has a program, and nothing is kept for a backward pass
     reverse: tuple  # the same for the scan back
     channels: tuple  # gradients with decay per channel: value channels at a time, warps, stages
-    gated: tuple  # with one decay per head and erasing: key channels and value channels at a time, warps, stages
+    gated: tuple  # with one decay per head and erasing: value channels at a time, warps, stages
     decaying: tuple  # with one decay per head
     erasing: tuple  # with erasing alone
     adding: tuple  # with neither
 
 
 # blocks of the gradients with one decay per head or none
-SLIM, WIDE, FULL, EXACT = (64, 64, 4, 1), (64, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)
+WHOLE, HALF, EXACT = (128, 4, 1), (64, 4, 1), (32, 4, 1)
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
 BLOCKS = {
-    (False, 64): Blocks((64, 4, 1), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
-    (False, 128): Blocks((128, 4, 1), (64, 4, 3), (32, 4, 3), (32, 4, 2), (64, 4, 1), FULL, WIDE, SLIM, WIDE),
-    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), WIDE, WIDE, SLIM, WIDE),
+    (False, 64): Blocks((64, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 4, 1), HALF, WHOLE, WHOLE, WHOLE),
+    (False, 128): Blocks((128, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 4, 1), HALF, WHOLE, WHOLE, WHOLE),
+    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), HALF, HALF, HALF, HALF),
     (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
     (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
     (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
@@ -55,7 +55,7 @@ def fit(blocks, shared_memory):
     deepest = 2 if shared_memory >= 160_000 else 1
     shallow = {name: (*getattr(blocks, name)[:-1], min(getattr(blocks, name)[-1], deepest)) for name in blocks._fields}
     blocks = Blocks(**shallow)
-    return blocks if deepest == 2 else blocks._replace(scan=blocks.few_heads)
+    return blocks if deepest == 2 else blocks._replace(many_heads=blocks.scan)
 
 
 def kept_per_device(build):

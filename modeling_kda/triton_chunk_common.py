@@ -95,26 +95,6 @@ def sum_steps(m, b_g, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def head_sums(b_g, BT: tl.constexpr):
-    """Sums of one head's log-decays up to each token of the chunk, and after it."""
-    o_i = tl.arange(0, BT)[:, None]
-    o_t = tl.arange(0, BT)[None, :]
-    return tl.sum(tl.where(o_t <= o_i, b_g[None, :], 0.0), 1), tl.sum(tl.where(o_t > o_i, b_g[None, :], 0.0), 1)
-
-
-@triton.jit
-def head_decay_matrix(b_g, BT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """exp(sum of the steps j < t <= i) for one rate per head, [i, j] or [j, i]; 1 where i <= j."""
-    o_i = tl.arange(0, BT)[:, None]
-    o_t = tl.arange(0, BT)[None, :]
-    if TRANSPOSED:
-        b_sum = exact_dot(tl.where(o_t > o_i, b_g[None, :], 0.0), (o_i <= o_t).to(tl.float32), False)
-    else:
-        b_sum = exact_dot(tl.where(o_t <= o_i, b_g[None, :], 0.0), (o_i > o_t).to(tl.float32), False)
-    return tl.exp(b_sum)
-
-
-@triton.jit
 def exp2_flushed(x):
     """2^x, 0 where fp32 has no normal number for it: one instruction instead of four."""
     if HAS_PTX:
@@ -122,6 +102,36 @@ def exp2_flushed(x):
     else:
         y = tl.exp2(x)
     return y
+
+
+@triton.jit
+def load_head_gate(log_decay, i_row, o_row, m_t):
+    """Log-decays of one head's rows."""
+    return tl.maximum(tl.load(log_decay + i_row + o_row, mask=m_t, other=0.0).to(tl.float32), SMALLEST_LOG_DECAY)
+
+
+@triton.jit
+def head_factors(b_g):
+    """From one head's log-decays: their sums up to each token, in units of log 2 and in fp64, so that a difference of
+    two sums is as good as the sum of what lies between; e^{G_i}, e^{G_C - G_i} and e^{G_C}."""
+    b_steps = b_g.to(tl.float64) * LOG2_E
+    b_sum = tl.cumsum(b_steps, 0)
+    b_all = tl.sum(b_steps, 0)
+    b_in = exp2_flushed(b_sum.to(tl.float32))
+    return b_sum, b_in, exp2_flushed((b_all - b_sum).to(tl.float32)), exp2_flushed(b_all.to(tl.float32))
+
+
+@triton.jit
+def head_decay_matrix(b_sum, b_product, EXACT: tl.constexpr):
+    """exp(sum of the steps between tokens i and j) for one rate per head, in the layout of a product."""
+    hi = b_sum.to(tl.float32)
+    b_steps = hi[:, None] - hi[None, :]
+    if EXACT:
+        # the difference of two large sums has no error of its own, but both were rounded
+        lo = (b_sum - hi.to(tl.float64)).to(tl.float32)
+        b_steps += lo[:, None] - lo[None, :]
+    # without the 0 of a product Triton would compute the exponentials in another layout and move them
+    return exp2_flushed(-tl.abs(b_product * 0.0 + b_steps))
 
 
 @triton.jit
@@ -206,44 +216,45 @@ def activate_gate(b_x, rate, lower_bound, m, unit: tl.constexpr, GATE: tl.conste
 @triton.jit
 def load_key_block(
     keys, i_row, i_slot, i_t, length, heads, i_h,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr, TRANSPOSED: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """[BT, KP] (or [KP, BT]) of a per-slot tensor (DECAY = 2), or of the rows of the input itself."""
-    if TRANSPOSED:
-        o_i = tl.arange(0, BT)[None, :]
-        o_k = tl.arange(0, KP)[:, None]
-    else:
-        o_i = tl.arange(0, BT)[:, None]
-        o_k = tl.arange(0, KP)[None, :]
+    """[BT, KP] of one of the three prepared blocks of a slot (DECAY = 2), or of the rows of the input itself."""
+    o_i = tl.arange(0, BT)[:, None]
+    o_k = tl.arange(0, KP)[None, :]
+    # 64-bit offsets once per block, 32-bit inside it
     if DECAY == 2:
-        b_keys = tl.load(keys + (i_slot * BT + o_i) * KP + o_k)
+        b_keys = tl.load(keys + i_slot * (3 * BT * KP) + (o_i * KP + o_k))
     else:
         mask = (i_t * BT + o_i < length) & (o_k < K)
-        b_keys = tl.load(keys + ((i_row + o_i) * heads + i_h) * K + o_k, mask=mask, other=0.0)
+        b_keys = tl.load(keys + (i_row * heads + i_h) * K + (o_i * (heads * K) + o_k), mask=mask, other=0.0)
     return b_keys
 
 
 @triton.jit
 def load_values(
     x, bos, i_t, length, i_hv, o_v,
-    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """[BV, BT] of one chunk of a tensor [tokens, HV, V]; 0 outside."""
-    o_i = tl.arange(0, BT)[None, :]
-    mask = (o_v < V)[:, None] & (i_t * BT + o_i < length)
-    return tl.load(x + ((bos + i_t * BT) * HV + i_hv) * V + o_i * (HV * V) + o_v[:, None], mask=mask, other=0.0)
+    """[BT, BV] (or [BV, BT]) of one chunk of a tensor [tokens, HV, V]; 0 outside."""
+    o_i = tl.arange(0, BT)
+    m_t = i_t * BT + o_i < length
+    x += ((bos + i_t * BT) * HV + i_hv) * V
+    if TURNED:
+        b_x = tl.load(x + o_i[None, :] * (HV * V) + o_v[:, None], mask=(o_v < V)[:, None] & m_t[None, :], other=0.0)
+    else:
+        b_x = tl.load(x + o_i[:, None] * (HV * V) + o_v[None, :], mask=(o_v < V)[None, :] & m_t[:, None], other=0.0)
+    return b_x
 
 
 @triton.jit
 def load_factors(
-    beta, total, row_q, row_k, row_out, bos, first, i_t, length, i_hv,
-    HV: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-    DECAY: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    strength, total, row_q, row_k, row_out, first, i_t, i_hv,
+    HV: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """The write strengths of a chunk, e^{G_C} ([KP], or one number for all) and the factors of its rows of q and k."""
     o_i = tl.arange(0, BT)
     i_slot = (first + i_t).to(tl.int64) * HV + i_hv
-    b_beta = load_beta(beta, (bos + i_t * BT) * HV + i_hv, o_i * HV, i_t * BT + o_i < length, HAS_BETA, RAW_BETA)
+    b_beta = tl.load(strength + i_slot * BT + o_i)
     b_total = 1.0
     b_rq = 1.0
     b_rk = 1.0

@@ -6,6 +6,9 @@ For C tokens with start state S, G_i = sum of the log-decays up to and with toke
     Z    = N (I + diag(beta) N)^-1            E    = (I - Z diag(beta)) (V - (k e^G) S)      the prediction errors
     U    = beta E     O = scale (q e^G) S + P U     S <- e^{G_C} S + (k e^{G_C - G})^T U
 
+With decay per channel X = I - Z diag(beta) and W = X (k e^G) are prepared, and E = X V - W S: two products instead of
+three follow each other from state to state. Everything else of a chunk waits for nothing.
+
 Z holds the erasing of both directions without a division: I - Z diag(beta) = (I + N diag(beta))^-1 turns values into
 errors, I - diag(beta) Z = (I + diag(beta) N)^-1 carries gradients back.
 
@@ -13,8 +16,6 @@ No exponent is positive and no factor spans more than it must. Rows i and column
 them: halves of 2b rows, b = C/2 ... 1. There a row of the right half carries the decay from the middle to itself, a
 row of the left half the decay from itself to the middle, so one tile exp(D_b), D_b a 0/1 matrix times the log-decays,
 serves rows and columns at once, for gates of any size, and a later token never touches an earlier one.
-
-The state is held transposed, [V, K], so that every product takes the previous one as its left operand, in registers.
 """
 
 try:
@@ -24,16 +25,17 @@ except ImportError as error:
     raise ImportError("the fast path needs triton: pip install triton") from error
 
 from .triton_chunk_common import (
+    BF16_OPERAND,
     LENGTHS,
     LOG2_E,
-    SMALLEST_LOG_DECAY,
     activate_gate,
     exp2_flushed,
     head_decay_matrix,
-    head_sums,
+    head_factors,
     keep_level,
     load_beta,
     load_factors,
+    load_head_gate,
     load_key_block,
     load_steps,
     load_values,
@@ -79,6 +81,15 @@ def store_decayed(b_x, b_e, x, o_block):
 
 
 @triton.jit
+def store_solved(b_z, b_x, b_e, x, o_block, PRECISE: tl.constexpr):
+    """-(I + b_z) times decayed rows, not in fp16: the smallest decays are below its range."""
+    WIDE: tl.constexpr = tl.float32 if PRECISE else BF16_OPERAND
+    b_x = b_x.to(tl.float32) * b_e
+    b_x = tl.dot(b_z.to(WIDE), b_x.to(WIDE), b_x, input_precision="tf32x3")
+    tl.store(x + o_block, (-b_x).to(x.dtype.element_ty))
+
+
+@triton.jit
 def erasing_matrix(
     b_n, b_beta, b_level, BT: tl.constexpr, NUM_LEVELS: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr
 ):
@@ -86,22 +97,21 @@ def erasing_matrix(
     blocks, and each level couples them in pairs. No power of a matrix is taken, and fp16 operands suffice."""
     o_i = tl.arange(0, BT)
     b_m = (b_n.to(tl.float32) * -b_beta[None, :]).to(DT)
-    b_zero = tl.zeros_like(b_m)
     # blocks of two rows have nothing to multiply
-    b_x = keep_level(b_m, b_level, 0, b_zero, PRECISE).to(tl.float32)
-    b_x += tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
+    b_x = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0).to(DT)
+    b_x = keep_level(b_m, b_level, 0, b_x, PRECISE)
     for i_l in range(1, NUM_LEVELS):
-        b_half = b_x.to(DT)
-        b_c = keep_level(b_m, b_level, i_l, b_zero, PRECISE)
-        b_c = tl.dot(b_c, b_half, input_precision="tf32x3").to(DT)
-        b_x = tl.dot(b_half, b_c, b_x, input_precision="tf32x3")
-    return tl.dot(b_x.to(DT), b_n, input_precision="tf32x3")
+        # of all pairs of blocks this level's are kept: M stays in shared memory, and X M in registers
+        b_y = tl.dot(b_x, b_m, input_precision="tf32x3").to(DT)
+        b_y = tl.dot(b_y, b_x, input_precision="tf32x3")
+        b_x = keep_level(b_y.to(DT), b_level, i_l, b_x, PRECISE)
+    return tl.dot(b_x, b_n, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prep_kernel(
     q, k, gate, beta, A_log, dt_bias, cu_seqlens, steps, levels,              # inputs
-    q_in, k_in, k_out, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,  # per slot
+    q_in, k_in, k_out, strength, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing, solving,  # per slot
     scale, lower_bound, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr,
@@ -109,7 +119,7 @@ def prep_kernel(
     QK_NORM: tl.constexpr, GATE: tl.constexpr, RAW_BETA: tl.constexpr,
     PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """P and Z of one chunk of one value head with decay per channel, scale q e^G, k e^G, k e^{G_C - G} and e^{G_C}.
+    """P, Z and X of one chunk of one value head with decay per channel, scale q e^G, -W, k e^{G_C - G} and e^{G_C}.
     DT: dtype of the operands that are multiplied here. The key channels are taken in one block or two."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
@@ -131,7 +141,8 @@ def prep_kernel(
         rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         dt_bias += i_hv * K
     tl.static_assert(KP <= 2 * BK, "the key channels are taken in one or two blocks")
-    o_block = slot * BT * KP + o_i[:, None] * KP
+    # -W, scale q e^G and k e^{G_C - G} of a slot lie behind each other
+    o_block = slot * 3 * BT * KP + o_i[:, None] * KP
     o_k = tl.arange(0, BK)
     # every read of the chunk is on its way before the first number is needed
     b_q = load_rows(q, o_key, o_k, m_t, K)
@@ -175,11 +186,9 @@ def prep_kernel(
     m = load_steps(steps, NUM_LEVELS, BT)
     b_in = exp2_flushed(sum_steps(m, b_g, PRECISE))
     store_decayed(b_q, b_in, q_in, o_block)
-    store_decayed(b_k, b_in, k_in, o_block)
     if KP > BK:
         b_in = exp2_flushed(sum_steps(m, b_g1, PRECISE))
         store_decayed(b_q1, b_in, q_in, o_block + BK)
-        store_decayed(b_k1, b_in, k_in, o_block + BK)
     m = load_steps(steps, NUM_LEVELS + 1, BT)
     store_decayed(b_k, exp2_flushed(sum_steps(m, b_g, PRECISE)), k_out, o_block)
     if KP > BK:
@@ -208,15 +217,25 @@ def prep_kernel(
 
     o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
     tl.store(scores + o_matrix, b_p)
+    tl.store(strength + slot * BT + o_i, b_beta)
     if ERASE:
         b_z = erasing_matrix(b_n, b_beta, b_level, BT, NUM_LEVELS, PRECISE, DT)
         tl.store(erasing + o_matrix, b_z.to(erasing.dtype.element_ty))
+        b_z *= -b_beta[None, :]
+        # X may take the place of Z
+        tl.debug_barrier()
+        b_x = tl.where(o_i[:, None] == o_i[None, :], 1.0, b_z)
+        tl.store(solving + o_matrix, b_x.to(solving.dtype.element_ty))
+        m = load_steps(steps, NUM_LEVELS, BT)
+        store_solved(b_z, b_k, exp2_flushed(sum_steps(m, b_g, PRECISE)), k_in, o_block, PRECISE)
+        if KP > BK:
+            store_solved(b_z, b_k1, exp2_flushed(sum_steps(m, b_g1, PRECISE)), k_in, o_block + BK, PRECISE)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prep_head_kernel(
     q, k, log_decay, beta, cu_seqlens, levels,                                 # inputs
-    row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,             # per slot
+    strength, row_q, row_k, row_out, norm_q, norm_k, total, scores, erasing,   # per slot
     scale, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr,
@@ -237,6 +256,11 @@ def prep_head_kernel(
     q += (row * H + i_hv // (HV // H)) * K
     k += (row * H + i_hv // (HV // H)) * K
     o_key = o_i * (H * K)
+    # read long before they are needed
+    if DECAY == 1:
+        b_g = load_head_gate(log_decay, row * HV + i_hv, o_i * HV, m_t)
+    if ERASE:
+        b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
     b_rq = tl.full([BT], 1.0, tl.float32)
     b_rk = tl.full([BT], 1.0, tl.float32)
     if QK_NORM:
@@ -245,34 +269,35 @@ def prep_head_kernel(
         tl.store(norm_q + slot * BT + o_i, b_rq)
         tl.store(norm_k + slot * BT + o_i, b_rk)
 
+    # bf16 as it was given is exact
+    KEYS: tl.constexpr = BF16_OPERAND if q.dtype.element_ty == tl.bfloat16 and not QK_NORM else DT
     b_p = tl.zeros([BT, BT], tl.float32)
     b_n = tl.zeros([BT, BT], tl.float32)
     for i_k in tl.static_range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
-        b_q = (load_rows(q, o_key, o_k, m_t, K).to(tl.float32) * b_rq[:, None]).to(DT)
-        b_k = (load_rows(k, o_key, o_k, m_t, K).to(tl.float32) * b_rk[:, None]).to(DT)
+        b_q = (load_rows(q, o_key, o_k, m_t, K).to(tl.float32) * b_rq[:, None]).to(KEYS)
+        b_k = (load_rows(k, o_key, o_k, m_t, K).to(tl.float32) * b_rk[:, None]).to(KEYS)
         b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision="tf32x3")
         if ERASE:
             b_n = tl.dot(b_k, tl.trans(b_k), b_n, input_precision="tf32x3")
-    b_upto = tl.zeros([BT], tl.float32)
-    b_after = tl.zeros([BT], tl.float32)
+    b_in = tl.full([BT], 1.0, tl.float32)
+    b_out = tl.full([BT], 1.0, tl.float32)
     if DECAY == 1:
-        b_g = tl.load(log_decay + row * HV + i_hv + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_g = tl.maximum(b_g, SMALLEST_LOG_DECAY)
-        b_d = head_decay_matrix(b_g, BT, False)
+        b_sum, b_in, b_out, b_all = head_factors(b_g)
+        b_d = head_decay_matrix(b_sum, b_p, True)
         b_p *= b_d
         b_n *= b_d
-        b_upto, b_after = head_sums(b_g, BT)
-        tl.store(total + slot, tl.exp(tl.sum(b_g, 0)))
-    tl.store(row_q + slot * BT + o_i, tl.exp(b_upto) * b_rq * scale)
-    tl.store(row_k + slot * BT + o_i, tl.exp(b_upto) * b_rk)
-    tl.store(row_out + slot * BT + o_i, tl.exp(b_after) * b_rk)
+        tl.store(total + slot, b_all)
+    tl.store(row_q + slot * BT + o_i, b_in * b_rq * scale)
+    tl.store(row_k + slot * BT + o_i, b_in * b_rk)
+    tl.store(row_out + slot * BT + o_i, b_out * b_rk)
 
     o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
     b_p = tl.where(o_i[:, None] >= o_i[None, :], b_p * scale, 0.0)
     tl.store(scores + o_matrix, b_p.to(scores.dtype.element_ty))
+    b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
+    tl.store(strength + slot * BT + o_i, b_beta)
     if ERASE:
-        b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
         b_n = tl.where(o_i[:, None] > o_i[None, :], b_n, 0.0)
         b_level = tl.load(levels + o_i[:, None] * BT + o_i[None, :])
         PRECISE: tl.constexpr = tl.float32 == DT
@@ -282,14 +307,13 @@ def prep_head_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def scan_kernel(
-    v, beta, q_in, k_in, k_out, row_q, row_k, row_out, total, scores, erasing,  # inputs, prepared
+    v, q_in, k_in, k_out, strength, row_q, row_k, row_out, total, scores, solving,  # inputs, prepared
     state, segment_state, cu_seqlens,
     o, errors, chunk_states, final_state,                                      # outputs
     T, NT, N, NUM_SEGMENTS,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    HAS_STATE: tl.constexpr, SEGMENT: tl.constexpr, SAVE: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_STATE: tl.constexpr, SEGMENT: tl.constexpr, SAVE: tl.constexpr,
     IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """O, and the state after the last token, of BV value channels of one head, chunk after chunk.
@@ -308,8 +332,8 @@ def scan_kernel(
     o_k = tl.arange(0, KP)
     o_i = tl.arange(0, BT)
     m_v = o_v < V
-    m_vk = m_v[:, None] & (o_k < K)[None, :]
-    p_io = tl.program_id(1).to(tl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
+    m_kv = (o_k < K)[:, None] & m_v[None, :]
+    p_io = tl.program_id(1).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
 
     start = 0
     end = tl.cdiv(length, BT)
@@ -320,60 +344,80 @@ def scan_kernel(
     if SEGMENT:
         rows = tl.cdiv(V, BV) * BV + KP
         # rows past the values hold the unit states
-        b_s = tl.where(o_v[:, None] - (rows - KP) == o_k[None, :], 1.0, 0.0)
+        b_s = tl.where(o_v[None, :] - (rows - KP) == o_k[:, None], 1.0, 0.0)
         i_run = tl.program_id(1).to(tl.int64) * NUM_SEGMENTS + i_g
-        p_run = (i_run * rows + o_v[:, None]) * KP + o_k[None, :]
+        p_run = (i_run * rows + o_v[None, :]) * KP + o_k[:, None]
     if SEGMENT == 2:
         b_s = tl.load(segment_state + p_run)
     elif SEGMENT == 0:
-        b_s = tl.zeros([BV, KP], tl.float32)
+        b_s = tl.zeros([KP, BV], tl.float32)
         if HAS_STATE:
-            b_s += tl.load(state + p_io, mask=m_vk, other=0.0).to(tl.float32)
+            b_s += tl.load(state + p_io, mask=m_kv, other=0.0).to(tl.float32)
 
     i_next = tl.maximum(tl.minimum(start, end - 1), 0)
-    b_v = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT)
+    b_v = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT, False)
     b_beta, b_total, b_rq, b_rk, b_ro = load_factors(
-        beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
+        strength, total, row_q, row_k, row_out, first, i_next, i_hv, HV, KP, BT, DECAY
     )
     for i_t in range(start, end):
-        # what no product reads from shared memory is not prefetched for us, and arrives a chunk ahead
-        i_next = tl.minimum(i_t + 1, end - 1)
-        b_v_next = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT)
-        b_beta_next, b_total_next, b_rq_next, b_rk_next, b_ro_next = load_factors(
-            beta, total, row_q, row_k, row_out, bos, first, i_next, length, i_hv, HV, KP, BT, DECAY, HAS_BETA, RAW_BETA
-        )
         i_slot = (first + i_t).to(tl.int64) * HV + i_hv
         i_row = bos + i_t * BT
-        p_v = (i_row * HV + i_hv) * V + o_i[None, :] * (HV * V) + o_v[:, None]
-        m_vt = m_v[:, None] & (i_t * BT + o_i < length)[None, :]
-        o_turned = i_slot * BT * BT + o_i[None, :] * BT + o_i[:, None]
-        b_u = b_v.to(tl.float32)
+        o_value = (i_row * HV + i_hv) * V
+        o_block = o_i[:, None] * (HV * V) + o_v[None, :]
+        m_tv = (i_t * BT + o_i < length)[:, None] & m_v[None, :]
+        o_matrix = i_slot * BT * BT + (o_i[:, None] * BT + o_i[None, :])
         b_half = b_s.to(DT)
-        if SAVE:
-            p_s = i_slot * V * KP + o_v[:, None] * KP + o_k[None, :]
-            tl.store(chunk_states + p_s, b_half, mask=m_v[:, None])
-        if ERASE:
-            b_kt = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
-            b_y = tl.dot(b_half, b_kt, input_precision="tf32x3")
-            b_u -= b_y if DECAY == 2 else b_y * b_rk[None, :]
-            b_z = tl.load(erasing + o_turned).to(DT)
-            b_u -= tl.dot((b_u * b_beta[None, :]).to(DT), b_z, input_precision="tf32x3")
-            if SAVE:
-                tl.store(errors + p_v, b_u.to(errors.dtype.element_ty), mask=m_vt)
-        b_u *= b_beta[None, :]
+        if DECAY == 2 and ERASE:
+            if SEGMENT == 1:
+                b_w = load_key_block(k_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
+                b_u = tl.dot(b_w, b_half, input_precision="tf32x3")
+            else:
+                # the queries lie behind -W
+                o_2 = tl.arange(0, 2 * BT)
+                b_wq = tl.load(k_in + i_slot * (3 * BT * KP) + (o_2[:, None] * KP + o_k[None, :])).to(DT)
+                b_u = tl.dot(b_wq, b_half, input_precision="tf32x3")
+                b_u, b_o = tl.split(tl.permute(tl.reshape(b_u, (2, BT, BV)), (1, 2, 0)))
+            b_x = tl.load(solving + o_matrix).to(DT)
+            b_u = tl.dot(b_x, b_v.to(DT), b_u, input_precision="tf32x3")
+        else:
+            b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
+            b_u = b_v.to(tl.float32)
+            if ERASE:
+                b_u -= tl.dot(b_k, b_half, input_precision="tf32x3") * b_rk[:, None]
+                b_z = tl.load(solving + o_matrix).to(DT)
+                b_u -= tl.dot(b_z, (b_u * b_beta[:, None]).to(DT), input_precision="tf32x3")
+        b_write = b_u * b_beta[:, None]
+        b_uh = b_write.to(DT)
+        if DECAY == 2:
+            b_new = b_uh
+            b_s *= b_total[:, None]
+        else:
+            b_new = (b_write * b_ro[:, None]).to(DT)
+            b_s *= b_total
+        if DECAY == 2 and ERASE:
+            b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
+        b_s = tl.dot(tl.trans(b_k), b_new, b_s, input_precision="tf32x3")
+        # the next values and factors, which no product reads from shared memory, are asked for here and all is stored
+        # below: every fence before a product waits for what is under way
+        i_next = tl.minimum(i_t + 1, end - 1)
+        b_v_next = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT, False)
+        b_beta_next, b_total_next, b_rq_next, b_rk_next, b_ro_next = load_factors(
+            strength, total, row_q, row_k, row_out, first, i_next, i_hv, HV, KP, BT, DECAY
+        )
         if SEGMENT != 1:
-            b_qt = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, True).to(DT)
-            b_o = tl.dot(b_half, b_qt, input_precision="tf32x3")
-            if DECAY != 2:
-                b_o *= b_rq[None, :]
-            b_p = tl.load(scores + o_turned).to(DT)
-            b_o = tl.dot(b_u.to(DT), b_p, b_o, input_precision="tf32x3")
-            tl.store(o + p_v, b_o.to(o.dtype.element_ty), mask=m_vt)
-        if DECAY != 2:
-            b_u *= b_ro[None, :]
-        b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY, False).to(DT)
-        b_s *= b_total[None, :] if DECAY == 2 else b_total
-        b_s = tl.dot(b_u.to(DT), b_k, b_s, input_precision="tf32x3")
+            if not (DECAY == 2 and ERASE):
+                b_q = load_key_block(q_in, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
+                b_o = tl.dot(b_q, b_half, input_precision="tf32x3")
+                if DECAY != 2:
+                    b_o *= b_rq[:, None]
+            b_p = tl.load(scores + o_matrix).to(DT)
+            b_o = tl.dot(b_p, b_uh, b_o, input_precision="tf32x3")
+            tl.store(o + o_value + o_block, b_o.to(o.dtype.element_ty), mask=m_tv)
+        if SAVE:
+            p_s = i_slot * V * KP + o_v[None, :] * KP + o_k[:, None]
+            tl.store(chunk_states + p_s, b_half, mask=m_v[None, :])
+            if ERASE:
+                tl.store(errors + o_value + o_block, b_u.to(errors.dtype.element_ty), mask=m_tv)
         b_v = b_v_next
         b_beta = b_beta_next
         b_total = b_total_next
@@ -384,7 +428,7 @@ def scan_kernel(
     if SEGMENT == 1:
         tl.store(segment_state + p_run, b_s)
     elif SEGMENT == 0 or i_g == NUM_SEGMENTS - 1:
-        tl.store(final_state + p_io, b_s, mask=m_vk)
+        tl.store(final_state + p_io, b_s, mask=m_kv)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

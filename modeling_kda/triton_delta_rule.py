@@ -164,7 +164,7 @@ def _forward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """Launches the forward kernels on contiguous tensors. Returns o, the final state, and what a backward pass needs:
-    decayed keys, row factors, inverse norms, decays of chunks, P, Z, errors, states before the chunks."""
+    prepared keys, write strengths and row factors, inverse norms, decays of chunks, P, Z, errors, earlier states."""
     p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
     outputs = _forward_buffers(p, q, v, save)
     o, final, keys, rows, norms, total, scores, erasing, errors, states = outputs
@@ -174,19 +174,21 @@ def _forward(
     BK, warps, stages = p.blocks.prep
     options = {**p.lengths, **p.key_sizes, "BK": BK, **p.gate, **p.write, **p.varlen, "QK_NORM": qk_norm}
     options |= {"DT": p.prep_dtype, "num_warps": warps, "num_stages": stages}
-    keys, rows, norms = (_parts(x) for x in (keys, rows, norms))
+    keys, rows, norms = _key_parts(keys), _parts(rows, 4), _parts(norms, 2)
     prepared = *rows, *norms, total, scores, erasing
+    # X takes the place of Z where no backward pass reads that
+    solving = torch.empty_like(erasing) if save and p.decay == 2 else erasing
     if p.decay == 2:
         prep_kernel[(p.slots * p.HV,)](
             q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), pair_levels(q.device), *keys,
-            *prepared, scale, bound, GATE=form, PRECISE=p.precise, **options,
+            *prepared, solving, scale, bound, GATE=form, PRECISE=p.precise, **options,
         )  # fmt: skip
     else:
         prep_head_kernel[(p.slots * p.HV,)](
             q, k, gate, beta, cu_seqlens, pair_levels(q.device), *prepared, scale, **options
         )
     segments = 1 if save else num_segments(p)
-    _scan(p, segments, (v, beta, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, state), cu_seqlens,
+    _scan(p, segments, (v, *_scan_keys(p, q, k, keys), *rows, total, scores, solving, state), cu_seqlens,
           (o, errors, states, final), save)  # fmt: skip
     return outputs
 
@@ -207,10 +209,9 @@ def _scan(p, segments, inputs, cu_seqlens, outputs, save):
     """The scan over whole sequences; or first what each run of chunks does to a state, then the states between runs,
     then all runs at once."""
     state = inputs[-1]
-    wide = p.blocks.scan
-    # row factors cost the registers that a wide block of values would need
-    narrow = p.decay < 2 or p.N * p.HV * ((p.V + wide[0] - 1) // wide[0]) <= FULL_GRID // 2
-    BV, warps, stages = p.blocks.few_heads if narrow else wide
+    wide = p.blocks.many_heads
+    fills = p.decay == 2 and not save and p.N * p.HV * ((p.V + wide[0] - 1) // wide[0]) >= FULL_GRID
+    BV, warps, stages = wide if fills else p.blocks.scan
     blocks = (p.V + BV - 1) // BV
     options = {
         **p.lengths,
@@ -219,7 +220,7 @@ def _scan(p, segments, inputs, cu_seqlens, outputs, save):
         "V": p.V,
         "BV": BV,
         **p.gate,
-        **p.write,
+        "ERASE": p.erase,
         **p.varlen,
     }
     options |= {"HAS_STATE": state is not None, "SAVE": save, "DT": p.wide_dtype, "num_warps": warps}
@@ -250,8 +251,8 @@ def _forward_buffers(p, q, v, save):
     per_channel = p.decay == 2
     o = torch.empty_like(v)
     final = new(p.N, p.HV, p.K, p.V)
-    keys = new(3, p.slots, p.HV, CHUNK, p.KP, dtype=p.dtype) if per_channel else new(3, 0, dtype=p.dtype)
-    rows = new(3, 0) if per_channel else new(3, p.slots, p.HV, CHUNK)
+    keys = new(p.slots if per_channel else 0, p.HV, 3, CHUNK, p.KP, dtype=p.dtype)
+    rows = new(1 if per_channel else 4, p.slots, p.HV, CHUNK)
     norms = new(2, p.slots, p.HV, CHUNK) if p.qk_norm else new(2, 0)
     total = new(p.slots, p.HV, p.KP) if per_channel else new(p.slots, p.HV)
     scores = new(p.slots, p.HV, CHUNK, CHUNK, dtype=p.dtype)
@@ -261,9 +262,15 @@ def _forward_buffers(p, q, v, save):
     return o, final, keys, rows, norms, total, scores, erasing, errors, states
 
 
-def _parts(x):
-    """The tensors that share an allocation."""
-    return x.unbind() if x.numel() else (x,) * x.shape[0]
+def _parts(x, count):
+    """The tensors that share an allocation; of fewer the first for those that are not read."""
+    parts = x.unbind() if x.numel() else (x,)
+    return *parts, *parts[:1] * (count - len(parts))
+
+
+def _key_parts(keys):
+    """scale q e^G, -W and k e^{G_C - G} of every slot. The first lies behind the second: one product reads both."""
+    return keys[:, :, 1], keys[:, :, 0], keys[:, :, 2]
 
 
 def _scan_keys(p, q, k, keys):
@@ -307,9 +314,9 @@ def _reverse_scan(p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, 
     d_state = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32) if has_state else q.new_empty(0)
     parts = q.new_empty(blocks, p.rows, p.HV, dtype=torch.float32)
     reverse_scan_kernel[(blocks, p.N * p.HV, 1)](
-        do, beta, errors, *_scan_keys(p, q, k, keys), *rows, total, scores, erasing, d_final, None, cu_seqlens,
-        dv, parts, d_states, d_state, **p.lengths, NUM_SEGMENTS=1, num_rows=p.rows, **p.key_sizes, V=p.V, BV=BV,
-        **p.gate, **p.write, HAS_FINAL=d_final is not None, HAS_STATE=has_state, SEGMENT=0, **p.varlen,
+        do, errors, *_scan_keys(p, q, k, _key_parts(keys)), *_parts(rows, 4), total, scores, erasing, d_final, None,
+        cu_seqlens, dv, parts, d_states, d_state, **p.lengths, NUM_SEGMENTS=1, num_rows=p.rows, **p.key_sizes, V=p.V,
+        BV=BV, **p.gate, ERASE=p.erase, HAS_FINAL=d_final is not None, HAS_STATE=has_state, SEGMENT=0, **p.varlen,
         DT=p.wide_dtype, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dv, d_beta, d_states, d_state, parts
@@ -321,17 +328,17 @@ def _key_gradients(p, q, k):
 
 
 def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_beta, scale):
-    dv, norms, errors, states, d_states, scores = before
+    dv, norms, errors, states, d_states, _ = before
     decaying, constant = (p.blocks.gated, p.blocks.erasing) if p.erase else (p.blocks.decaying, p.blocks.adding)
-    BK, BV, warps, stages = decaying if p.decay else constant
+    BV, warps, stages = decaying if p.decay else constant
     dq, dk = _key_gradients(p, q, k)
     d_gate = q.new_empty(0) if gate is None else torch.empty_like(gate)
     if p.slots:
         head_gradient_kernel[(p.slots * p.HV,)](
-            q, k, v, o, gate, beta, parts, errors, do, dv, cu_seqlens, *norms, scores, states, d_states,
+            q, k, v, o, gate, beta, parts, errors, do, dv, cu_seqlens, *norms, states, d_states,
             dq, dk, d_beta, d_gate, scale, **p.lengths, num_rows=p.rows, NUM_PARTS=parts.shape[0], **p.key_sizes,
-            V=p.V, BK=BK, BV=BV, **p.gate, **p.write, QK_NORM=p.qk_norm, PRECISE=p.precise, **p.varlen,
-            DT=p.wide_dtype, num_warps=warps, num_stages=stages,
+            V=p.V, BK=MIN_PADDED_K, BV=BV, PARTS=max(2, 1 << (parts.shape[0] - 1).bit_length()), **p.gate, **p.write,
+            QK_NORM=p.qk_norm, PRECISE=p.precise, **p.varlen, DT=p.wide_dtype, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, d_gate, q.new_empty(0), q.new_empty(0)
 

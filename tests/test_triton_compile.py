@@ -27,7 +27,7 @@ POINTER = {
 # bytes of registers that ptxas may keep in memory: kernels with six levels do not fit in 255 registers, nor do four
 # matrices of a chunk on sm_80
 SPILLS = {
-    "prep_kernel": 320,
+    "prep_kernel": 384,
     "prep_head_kernel": 64,
     "score_gradient_kernel": 192,
     "channel_gradient_kernel": 640,
