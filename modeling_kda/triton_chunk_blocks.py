@@ -16,7 +16,7 @@ class Blocks(NamedTuple):
     scan: tuple  # value channels of one program, warps, stages
     many_heads: tuple  # the same where even so every processor has a program, and nothing is kept for a backward pass
     reverse: tuple  # the same for the scan back
-    channels: tuple  # gradients with decay per channel: value channels at a time, warps, stages
+    channels: tuple  # gradients with decay per channel: value channels at a time, warps, stages of the loop over them
     gated: tuple  # with one decay per head and erasing: value channels at a time, warps, stages
     decaying: tuple  # with one decay per head
     erasing: tuple  # with erasing alone
@@ -27,12 +27,12 @@ class Blocks(NamedTuple):
 WHOLE, HALF, EXACT = (128, 4, 1), (64, 4, 1), (32, 4, 1)
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
 BLOCKS = {
-    (False, 64): Blocks((64, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 4, 1), HALF, WHOLE, WHOLE, WHOLE),
-    (False, 128): Blocks((128, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 4, 1), HALF, WHOLE, WHOLE, WHOLE),
-    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 4, 1), HALF, HALF, HALF, HALF),
-    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
-    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
-    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
+    (False, 64): Blocks((64, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 8, 3), HALF, WHOLE, WHOLE, WHOLE),
+    (False, 128): Blocks((128, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 8, 3), HALF, WHOLE, WHOLE, WHOLE),
+    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 8, 3), HALF, HALF, HALF, HALF),
+    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
+    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
+    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
 }
 # Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that
 MIN_PADDED_K = 64
@@ -77,22 +77,43 @@ def kept_per_device(build):
 
 @kept_per_device
 def step_masks(device):
-    """0/1 matrices [9, C, C] that sum log-decays: for each level l the steps between row i and the middle of its
-    2^(l+1) rows, then the steps up to i, those after i, and those from i on."""
+    """0/1 matrices [12, C, C] that sum log-decays: for each level l the steps between row i and the middle of its
+    2^(l+1) rows; the steps up to i, those after i, and for n = 3 ... 6 those from the first of its 2^n rows to i, at
+    index NUM_LEVELS + n - 1."""
     i = torch.arange(CHUNK, device=device)[:, None]
     t = i.T
     masks = []
     for level in range(NUM_LEVELS):
         middle = ((i >> level) | 1) << level
         masks.append(torch.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle)))
-    return torch.stack([*masks, t <= i, t > i, t >= i]).to(torch.float16)
+    near = [(t > (i >> n << n)) & (t <= i) for n in range(3, NUM_LEVELS + 1)]
+    return torch.stack([*masks, t <= i, t > i, *near]).to(torch.float16)
+
+
+@kept_per_device
+def tail_mask(device):
+    """[C, C] bf16: 1 for the tokens from each one on."""
+    i = torch.arange(CHUNK, device=device)
+    return (i[:, None] <= i[None, :]).to(torch.bfloat16)
 
 
 @kept_per_device
 def pair_masks(device):
-    """[6, C, C] int16, all bits set where two tokens meet at level l: in halves of the same 2^(l+1) rows."""
-    i = torch.arange(CHUNK, device=device)
-    return torch.stack([-((i[:, None] >> level) ^ 1 == (i[None, :] >> level)).short() for level in range(NUM_LEVELS)])
+    """[6, 2C, 2C] int16, all bits set where row and column meet; rows and columns are the tokens' queries, then their
+    keys. At level l two tokens are in halves of the same 2^(l+1) rows: the later one's query and key read the other's
+    key, and the earlier one's key collects from the other's query and key."""
+    r = torch.arange(2 * CHUNK, device=device)[:, None]
+    i, j, row_is_key, column_is_key = r % CHUNK, r.T % CHUNK, r >= CHUNK, r.T >= CHUNK
+    masks = [
+        ((i >> level) ^ 1 == j >> level) & torch.where((i >> level) & 1 == 1, column_is_key, row_is_key)
+        for level in range(NUM_LEVELS)
+    ]
+    return -torch.stack(masks).short()
+
+
+def levels_at_once(lower_bound):
+    """The largest n for which 2^n rows decay by no more than 2^-128 under every gate of this bound; 0 if below 3."""
+    return max((n for n in range(3, NUM_LEVELS + 1) if (2**n - 1) * -lower_bound * 1.4427 <= 128), default=0)
 
 
 @kept_per_device

@@ -1,13 +1,18 @@
 """Triton kernels of the chunked backward pass with decay per channel, every chunk alone. The mathematics and the
 letters are at the head of triton_chunk_forward.py and triton_chunk_backward.py.
 
-dP and dN are kept as full matrices: below the diagonal what a reader takes, above it the same number for the writer.
-Then one product at each level serves both. With E = exp(D_b) and W the rows E q of right halves and E k of left ones,
+A program holds the queries of a chunk over its keys, [2C, channels], so that one product at each level serves readers
+and writers. dP and dN lie beside each other, [C, 2C], below the diagonal what a reader takes, above it the same number
+for the writer. With E = exp(D_b) and z the rows q, then k, rows of later halves read and rows of earlier ones collect:
 
-    X = dP W: what right rows add to dq, and left rows to kneg       Y = dN (E k): the same for kpos and kneg
+    [dq; dk] += E (M (E z)),   later rows of M: [0 dP; 0 dN],   earlier rows: [0 0; dP dN]
 
-dG collects W X and E k Y with the operands as they were rounded for the products: what a pair of tokens adds for the
-steps up to the later one is then, bit for bit, what it takes away up to the earlier one.
+Where the gate has a bound, the levels whose 2^n rows decay by no more than 2^-128 are done at once: readers with the
+decay E from the first of these rows, times the root of what the bound allows, writers with 1 / E. Neither leaves
+2^-64 ... 2^64, and a later token still touches no earlier one.
+
+dG collects z E times those products with the operands as they were rounded for them: what a pair of tokens adds for
+the steps up to the later one is then, bit for bit, what it takes away up to the earlier one.
 """
 
 try:
@@ -28,13 +33,12 @@ from .triton_chunk_common import (
     fast_sigmoid,
     keep_bits,
     load_beta,
-    load_steps,
     locate_chunk,
     sum_steps,
 )
 
 SIZES = [*LENGTHS, "num_rows", "NUM_PARTS"]
-# keys of one program: blocks of 32 make Triton 3.6 write operands out of range on Hopper
+# keys of one program; 32 are slower, two programs of 128 registers each on a processor or one
 CHANNELS = 64
 
 
@@ -59,29 +63,50 @@ def scaled(x, e, DT: tl.constexpr):
 
 
 @triton.jit
-def sums_from(steps, i_m, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """Sums over the tokens from each one on: in two bf16 parts, in three for fp32."""
-    m = load_steps(steps, i_m, BT)
+def exp2_again(x):
+    """2^x anew, where the compiler would keep an equal one in registers."""
+    if HAS_PTX:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
+def load_rows(steps, i_m, m_vector, BT: tl.constexpr):
+    """Matrix i_m of `steps` for both halves of rows. m_vector: the vectors of 8 columns that hold any ones; masks of
+    those load no other bytes."""
+    o_i = tl.arange(0, 2 * BT) % BT
+    p_steps = steps + i_m * BT * BT + o_i[:, None] * BT + tl.arange(0, BT)[None, :]
+    return tl.load(p_steps, mask=m_vector, other=0.0)
+
+
+@triton.jit
+def sums_from(tails, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
+    """Sums over the tokens from each one on and over both halves of rows: in two bf16 parts, in three for fp32."""
+    o_i = tl.arange(0, 2 * BT) % BT
+    m = tl.load(tails + tl.arange(0, BT)[:, None] * BT + o_i[None, :])
     if PRECISE:
         b_sum = exact_dot(m, b_g, True)
     else:
         hi = b_g.to(BF16_OPERAND)
         lo = (b_g - hi.to(tl.float32)).to(BF16_OPERAND)
         m = m.to(BF16_OPERAND)
-        b_sum = tl.dot(m, hi, tl.dot(m, lo))
+        b_sum = tl.dot(m, hi) + tl.dot(m, lo)
     return b_sum
 
 
 @triton.jit(do_not_specialize=SIZES)
 def score_gradient_kernel(
     v, o, do, dv, beta, d_beta_parts, errors, cu_seqlens,  # inputs
-    d_scores, d_coupling, d_beta, along_q, along_k,        # outputs
+    d_pairs, d_beta, along_q, along_k, own,                # outputs
     scale, T, NT, N, num_rows, NUM_PARTS,
     HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, QK_NORM: tl.constexpr,
     IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """scale dP and dN of one chunk, mirrored at the diagonal, and with QK_NORM q . dq and k . dk of its rows."""
+    """scale dP and dN of one chunk beside each other, mirrored at their diagonals; the diagonal of dP, and with
+    QK_NORM q . dq and k . dk of the rows."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
@@ -103,30 +128,27 @@ def score_gradient_kernel(
         o_block = o_i[:, None] * (HV * V) + o_v[None, :]
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         b_do = tl.load(do + i_row * V + o_block, mask=m_tv, other=0.0)
-        o_turned = o_v[:, None] + o_i[None, :] * (HV * V)
-        m_vt = (o_v < V)[:, None] & m_t[None, :]
-        b_et = tl.load(errors + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-        b_dp += tl.dot(b_do.to(DT), b_et, input_precision="tf32x3")
         b_e = tl.load(errors + i_row * V + o_block, mask=m_tv, other=0.0).to(DT)
-        b_dot = tl.load(do + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-        b_dpt += tl.dot(b_e, b_dot, input_precision="tf32x3")
+        b_dp = tl.dot(b_do.to(DT), tl.trans(b_e), b_dp, input_precision="tf32x3")
+        b_dpt = tl.dot(b_e, tl.trans(b_do.to(DT)), b_dpt, input_precision="tf32x3")
         if ERASE:
-            b_dvt = tl.load(dv + i_row * V + o_turned, mask=m_vt, other=0.0).to(DT)
-            b_dnt -= tl.dot(b_e, b_dvt, input_precision="tf32x3")
             b_dv = tl.load(dv + i_row * V + o_block, mask=m_tv, other=0.0)
-            b_dn -= tl.dot(b_dv.to(DT), b_et, input_precision="tf32x3")
+            b_dn = tl.dot(b_dv.to(DT), tl.trans(b_e), b_dn, input_precision="tf32x3")
+            b_dnt = tl.dot(b_e, tl.trans(b_dv.to(DT)), b_dnt, input_precision="tf32x3")
             if QK_NORM:
                 b_v = tl.load(v + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
                 b_o = tl.load(o + i_row * V + o_block, mask=m_tv, other=0.0).to(tl.float32)
                 b_ck -= tl.sum(b_v * b_dv.to(tl.float32), 1)
                 b_cq += tl.sum(b_o * b_do.to(tl.float32), 1)
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-    o_matrix = o_i[:, None] * BT + o_i[None, :]
-    b_dp = tl.where(o_i[:, None] >= o_i[None, :], b_dp * b_beta[None, :], b_dpt * b_beta[:, None]) * scale
-    tl.store(d_scores + slot * BT * BT + o_matrix, b_dp.to(d_scores.dtype.element_ty))
-    if ERASE:
-        b_dn = tl.where(o_i[:, None] > o_i[None, :], b_dn * b_beta[None, :], b_dnt * b_beta[:, None])
-        tl.store(d_coupling + slot * BT * BT + o_matrix, b_dn.to(d_coupling.dtype.element_ty))
+    later = o_i[:, None] > o_i[None, :]
+    p_pair = d_pairs + slot * (2 * BT * BT) + o_i[:, None] * (2 * BT) + o_i[None, :]
+    b_dp *= b_beta[None, :] * scale
+    tl.store(own + slot * BT + o_i, tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_dp, 0.0), 1))
+    b_dp = tl.where(later, b_dp, b_dpt * (b_beta[:, None] * scale))
+    tl.store(p_pair, b_dp.to(d_pairs.dtype.element_ty))
+    b_dn = tl.where(later, b_dn * -b_beta[None, :], b_dnt * -b_beta[:, None])
+    tl.store(p_pair + BT, b_dn.to(d_pairs.dtype.element_ty))
     b_db = tl.zeros([BT], tl.float32)
     p_part = d_beta_parts + i_row
     for _ in range(NUM_PARTS):
@@ -143,170 +165,216 @@ def score_gradient_kernel(
 
 @triton.jit
 def add_level(
-    i_l, steps, pairs, d_scores, d_coupling, o_matrix, b_g, b_q, b_k, b_dq, b_dk, b_dg,
-    BT: tl.constexpr, ERASE: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr,
+    i_l, steps, pairs, p_pair, b_g, b_z, b_d, b_dg,
+    BT: tl.constexpr, SHARED: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dG with what the pairs that meet at level i_l add."""
-    o_i = tl.arange(0, BT)
-    right = (((o_i >> i_l) & 1) == 1)[:, None]
-    b_bits = tl.load(pairs + i_l * BT * BT + o_i[:, None] * BT + o_i[None, :])
-    # an offset of 0 that depends on the level: kept in registers across the levels, the matrices would spill
-    b_p = keep_bits(tl.load(d_scores + o_matrix + (i_l >> 3) * (BT * BT)), b_bits, PRECISE)
-    b_e = exp2_flushed(sum_steps(load_steps(steps, i_l, BT), b_g, PRECISE))
-    b_ke = scaled(b_k, b_e, DT)
-    b_w = tl.where(right, scaled(b_q, b_e, DT), b_ke)
+    """dq over dk, and dG, with what the pairs that meet at level i_l add. SHARED: below level 3, where vectors of 8
+    columns hold pairs of other levels, too."""
+    o_r = tl.arange(0, 2 * BT)
+    is_key = o_r >= BT
+    o_i = o_r % BT
+    later = ((o_i >> i_l) & 1) == 1
+    level = 3 if SHARED else i_l
+    m_pair = (o_i >> level)[:, None] == ((o_i >> level) ^ (0 if SHARED else 1))[None, :]
+    m_pair = tl.max_constancy(m_pair & tl.where(later[:, None], is_key[None, :], is_key[:, None]), [1, 8])
+    # a reader's row of dP for a query, of dN for a key, stands under the keys' columns
+    b_p = tl.load(p_pair + tl.where(later & (o_r < BT), -BT, 0)[:, None], mask=m_pair, other=0.0)
+    if SHARED:
+        p_bits = pairs + i_l * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
+        b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
+    level = 3 if SHARED else i_l + 1
+    m_step = tl.max_constancy((o_i >> level)[:, None] == (tl.arange(0, BT) >> level)[None, :], [1, 8])
+    b_e = exp2_flushed(sum_steps(load_rows(steps, i_l, m_step, BT), b_g, PRECISE))
+    b_w = scaled(b_z, b_e, DT)
     b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
-    b_dq += tl.where(right, b_e, 0.0) * b_x
-    sign = tl.where(right, 1.0, -1.0)
-    if ERASE:
-        b_n = keep_bits(tl.load(d_coupling + o_matrix + (i_l >> 3) * (BT * BT)), b_bits, PRECISE)
-        b_dg += tl.where(right, b_w.to(tl.float32), 0.0) * b_x
-        b_x = tl.dot(b_n.to(DT), b_ke, tl.where(right, 0.0, b_x), input_precision="tf32x3")
-        b_dk += b_e * b_x
-        b_dg += (b_ke.to(tl.float32) * sign) * b_x
-    else:
-        b_dk += tl.where(right, 0.0, b_e) * b_x
-        b_dg += (b_w.to(tl.float32) * sign) * b_x
-    return b_dq, b_dk, b_dg
+    b_d += b_e * b_x
+    b_dg += (b_w.to(tl.float32) * tl.where(later, 1.0, -1.0)[:, None]) * b_x
+    return b_d, b_dg
+
+
+@triton.jit
+def add_near(
+    b_near, lower_bound, p_pair, b_g, b_z, b_d, b_dg,
+    BT: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """The same for all pairs inside of 2^NEAR rows. b_near: the steps from the first of these to each row."""
+    o_r = tl.arange(0, 2 * BT)
+    is_key = o_r >= BT
+    o_i = o_r % BT
+    later = o_i[:, None] > o_i[None, :]
+    m_near = (o_i >> NEAR)[:, None] == (o_i >> NEAR)[None, :]
+    b_e = sum_steps(b_near, b_g, PRECISE) - lower_bound * ((2**NEAR - 1) * 0.5 * LOG2_E)
+    m_pair = tl.max_constancy(m_near & is_key[None, :], [1, 8])
+    b_p = tl.load(p_pair + tl.where(is_key, 0, -BT)[:, None], mask=m_pair, other=0.0)
+    b_p = tl.where(later, b_p, 0.0).to(DT)
+    b_w = scaled(b_z, exp2_again(-b_e), DT)
+    b_x = tl.dot(b_p, b_w, input_precision="tf32x3")
+    b_y = exp2_again(b_e)
+    b_w = scaled(b_z, b_y, DT)
+    b_d += b_y * b_x
+    b_dg += b_w.to(tl.float32) * b_x
+    m_pair = tl.max_constancy(m_near & is_key[:, None], [1, 8])
+    b_p = tl.load(p_pair, mask=m_pair, other=0.0)
+    b_p = tl.where(o_i[:, None] < o_i[None, :], b_p, 0.0).to(DT)
+    b_x = tl.dot(b_p, b_w, input_precision="tf32x3")
+    b_y = exp2_again(-b_e)
+    b_d += b_y * b_x
+    b_dg -= scaled(b_z, b_y, DT).to(tl.float32) * b_x
+    return b_d, b_dg
 
 
 @triton.jit(do_not_specialize=SIZES)
 def channel_gradient_kernel(
-    q, k, log_decay, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, steps, pairs,             # inputs
-    norm_q, norm_k, total, chunk_states, d_states, d_scores, d_coupling, along_q, along_k,  # saved, and from before
-    dq, dk, d_gate, d_rate, d_bias,                                                         # outputs
+    q, k, log_decay, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, steps, tails, pairs,  # inputs
+    norm_q, norm_k, total, chunk_states, d_states, d_pairs, along_q, along_k, own,           # saved, and from before
+    dq, dk, d_gate, d_rate, d_bias,                                                          # outputs
     scale, lower_bound, T, NT, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
     ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    QK_NORM: tl.constexpr, GATE: tl.constexpr,
+    QK_NORM: tl.constexpr, GATE: tl.constexpr, NEAR: tl.constexpr,
     PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk (of this value head), and the gradient of the log-decays or of their logits, for BK key channels of one
-    chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias."""
-    i_s = tl.program_id(0) // HV
-    i_hv = tl.program_id(0) % HV
-    i_k = tl.program_id(1)
+    chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias. NEAR: how many levels the bound
+    of the gate allows to do at once, 0 for none.
+
+    What costs time here are the bytes between L2 and a processor, those of spilled registers among them, and loads
+    that wait for results: 8 warps share the rows, no matrix is loaded where it is 0, and what can be is loaded first.
+    """
+    # the blocks of channels of one chunk beside each other, so that the second finds in L2 what the first has read
+    i_k = tl.program_id(0) % (KP // BK)
+    i_s = tl.program_id(0) // (KP // BK) // HV
+    i_hv = tl.program_id(0) // (KP // BK) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
     if i_t * BT >= length:
         return
-    o_i = tl.arange(0, BT)
+    # rows: the tokens' queries, then their keys
+    o_r = tl.arange(0, 2 * BT)
+    is_key = o_r >= BT
+    o_i = o_r % BT
+    o_j = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
     m_t = i_t * BT + o_i < length
+    m_j = i_t * BT + o_j < length
     m_k = o_k < K
     m_tk = m_t[:, None] & m_k[None, :]
+    m_jk = m_j[:, None] & m_k[None, :]
     first_row = bos + i_t * BT
     i_row = first_row * HV + i_hv
     slot = i_s.to(tl.int64) * HV + i_hv
-    q += (first_row * H + i_hv // (HV // H)) * K
-    k += (first_row * H + i_hv // (HV // H)) * K
-    do += i_row * V
-    dv += i_row * V
-    errors += i_row * V
-    log_decay += i_row * K
+    key_row = (first_row * H + i_hv // (HV // H)) * K
     chunk_states += slot * V * KP
     d_states += slot * V * KP
     # 64-bit, because the compiler can fold the distances between those into the loads
     o_t = o_i.to(tl.int64)[:, None]
-    o_key = o_t * (H * K) + o_k[None, :]
-    o_gate = o_t * (HV * K) + o_k[None, :]
+    o_gate = o_j.to(tl.int64)[:, None] * (HV * K) + o_k[None, :]
+    o_key = key_row + o_t * (H * K) + o_k[None, :]
+    p_rows = tl.where(is_key[:, None], k + o_key, q + o_key)
+    o_norm = slot * BT + o_i
+
+    # all loads, then what is computed from them
+    rate = 1.0
+    log_decay += i_row * K
+    b_y = tl.load(log_decay + o_gate, mask=m_jk, other=0.0)
+    b_z = tl.load(p_rows, mask=m_tk, other=0.0)
+    if GATE:
+        rate = tl.load(A_log + i_hv).to(tl.float32)
+        dt_bias += i_hv * K
+        b_bias = tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if QK_NORM:
+        b_norm = tl.load(tl.where(is_key, norm_k + o_norm, norm_q + o_norm))
+    b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
+    # vectors of 8 columns are all inside a mask or all outside
+    m_step = tl.max_constancy((o_j >> 3)[None, :] <= (o_i >> 3)[:, None], [1, 8])
+    b_up = load_rows(steps, NUM_LEVELS, m_step, BT)
+    m_step = tl.max_constancy((o_j >> 3)[None, :] >= (o_i >> 3)[:, None], [1, 8])
+    b_down = load_rows(steps, NUM_LEVELS + 1, m_step, BT)
+    if NEAR:
+        m_step = tl.max_constancy((o_i >> NEAR)[:, None] == (o_j >> NEAR)[None, :], [1, 8])
+        b_near = load_rows(steps, NUM_LEVELS + NEAR - 1, m_step, BT)
+    b_y = b_y.to(tl.float32)
+    if GATE:
+        rate = tl.exp(rate)
+        b_y += b_bias[None, :]
+    b_g = activate_gate(b_y, rate, lower_bound, m_jk, LOG2_E, GATE, PRECISE)
+    if not PRECISE:
+        b_g = b_g.to(tl.float16)
+    if QK_NORM:
+        b_z = scaled(b_z, b_norm[:, None] + tl.zeros([2 * BT, BK], tl.float32), DT)
 
     # what goes through the states
-    b_dq = tl.zeros([BT, BK], tl.float32)
-    b_kp = tl.zeros([BT, BK], tl.float32)
-    b_kn = tl.zeros([BT, BK], tl.float32)
-    for i_v in range(0, V, BV):
+    b_x = tl.zeros([2 * BT, BK], tl.float32)
+    b_kn = tl.zeros([2 * BT, BK], tl.float32)
+    b_through = tl.zeros([BV, BK], tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
         o_v = i_v + tl.arange(0, BV)
         m_v = (o_v < V)[:, None]
         m_tv = m_t[:, None] & (o_v < V)[None, :]
-        o_block = o_t * (HV * V) + o_v[None, :]
+        o_block = i_row * V + o_t * (HV * V) + o_v[None, :]
         p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
-        b_s = tl.load(chunk_states + p_state, mask=m_v, other=0.0).to(DT)
-        b_do = tl.load(do + o_block, mask=m_tv, other=0.0).to(DT)
-        b_dq = tl.dot(b_do, b_s, b_dq, input_precision="tf32x3")
+        b_s = tl.load(chunk_states + p_state, mask=m_v, other=0.0)
+        b_ds = tl.load(d_states + p_state, mask=m_v, other=0.0)
+        b_through += b_s.to(tl.float32) * b_ds.to(tl.float32)
         if ERASE:
-            b_dv = tl.load(dv + o_block, mask=m_tv, other=0.0).to(DT)
-            b_kp = tl.dot(b_dv, b_s, b_kp, input_precision="tf32x3")
-        b_ds = tl.load(d_states + p_state, mask=m_v, other=0.0).to(DT)
-        b_u = tl.load(errors + o_block, mask=m_tv, other=0.0).to(DT)
-        b_kn = tl.dot(b_u, b_ds, b_kn, input_precision="tf32x3")
+            b_r = tl.load(tl.where(is_key[:, None], dv + o_block, do + o_block), mask=m_tv, other=0.0)
+        else:
+            b_r = tl.load(do + o_block, mask=m_tv & (o_r < BT)[:, None], other=0.0)
+        b_x = tl.dot(b_r.to(DT), b_s.to(DT), b_x, input_precision="tf32x3")
+        b_u = tl.load(errors + o_block, mask=m_tv & is_key[:, None], other=0.0)
+        b_kn = tl.dot(b_u.to(DT), b_ds.to(DT), b_kn, input_precision="tf32x3")
+    b_d = b_x * exp2_flushed(sum_steps(b_up, b_g, PRECISE))
+    b_d *= tl.where(is_key, -1.0, scale)[:, None]
+    b_dg = b_z.to(tl.float32) * b_d
+    b_kn *= exp2_flushed(sum_steps(b_down, b_g, PRECISE)) * b_beta[:, None]
+    b_d += b_kn
+    b_kn *= b_z.to(tl.float32)
+    # into the last row, which all steps collect
+    b_left = tl.sum(b_through, 0) * tl.load(total + slot * KP + o_k) + tl.sum(b_kn, 0)
+    b_dg += tl.where((o_r == 2 * BT - 1)[:, None], b_left[None, :], 0.0) - b_kn
 
-    rate = 1.0
-    b_x = tl.load(log_decay + o_gate, mask=m_tk, other=0.0).to(tl.float32)
-    if GATE:
-        rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-        dt_bias += i_hv * K
-        b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    b_g = activate_gate(b_x, rate, lower_bound, m_tk, LOG2_E, GATE, PRECISE)
-    if not PRECISE:
-        b_g = b_g.to(tl.float16)
-    b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
-    b_k = tl.load(k + o_key, mask=m_tk, other=0.0)
+    p_pair = d_pairs + slot * (2 * BT * BT) + o_i.to(tl.int64)[:, None] * (2 * BT) + o_r[None, :]
+    if NEAR:
+        b_d, b_dg = add_near(b_near, lower_bound, p_pair, b_g, b_z, b_d, b_dg, BT, NEAR, PRECISE, DT)
+    else:
+        for i_l in range(0, 3):
+            b_d, b_dg = add_level(i_l, steps, pairs, p_pair, b_g, b_z, b_d, b_dg, BT, True, PRECISE, DT)
+    for i_l in range(NEAR if NEAR else 3, NUM_LEVELS):
+        b_d, b_dg = add_level(i_l, steps, pairs, p_pair, b_g, b_z, b_d, b_dg, BT, False, PRECISE, DT)
+
+    # pairs of a token with itself: each query reads its own key, which no step decays
+    b_own = tl.load(own + o_norm)
     if QK_NORM:
-        b_q = scaled(b_q, tl.load(norm_q + slot * BT + o_i)[:, None] + tl.zeros_like(b_dq), DT)
-        b_k = scaled(b_k, tl.load(norm_k + slot * BT + o_i)[:, None] + tl.zeros_like(b_dq), DT)
-    b_e = exp2_flushed(sum_steps(load_steps(steps, NUM_LEVELS, BT), b_g, PRECISE))
-    b_dq *= b_e * scale
-    b_dg = b_q.to(tl.float32) * b_dq
-    b_diagonal = tl.load(d_scores + slot * BT * BT + o_i * (BT + 1)).to(tl.float32)[:, None]
-    b_dq += b_diagonal * b_k.to(tl.float32)
-    b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-    b_kn *= exp2_flushed(sum_steps(load_steps(steps, NUM_LEVELS + 1, BT), b_g, PRECISE)) * b_beta[:, None]
-    b_written = b_k.to(tl.float32) * b_kn
-    b_all = tl.sum(b_written, 0)
-    b_dg -= b_written
-    b_kp *= -b_e
-    b_dg += b_k.to(tl.float32) * b_kp
-    b_dk = b_kp + b_kn
-    b_dk += b_diagonal * b_q.to(tl.float32)
-
-    o_matrix = slot * BT * BT + o_i[:, None] * BT + o_i[None, :]
-    for i_l in range(NUM_LEVELS):
-        b_dq, b_dk, b_dg = add_level(
-            i_l, steps, pairs, d_scores, d_coupling, o_matrix, b_g, b_q, b_k, b_dq, b_dk, b_dg, BT, ERASE, PRECISE, DT
-        )
-
-    # what the state carries through the chunk; here, where registers are free
-    b_through = tl.zeros([BV, BK], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_v = (o_v < V)[:, None]
-        p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
-        b_s = tl.load(chunk_states + p_state, mask=m_v, other=0.0).to(tl.float32)
-        b_through += b_s * tl.load(d_states + p_state, mask=m_v, other=0.0).to(tl.float32)
-    b_left = tl.sum(b_through, 0) * tl.load(total + slot * KP + o_k) + b_all
+        b_own *= tl.load(tl.where(is_key, norm_q + o_norm, norm_k + o_norm))
+    b_u = tl.load(tl.where(is_key[:, None], q + o_key, k + o_key), mask=m_tk, other=0.0).to(tl.float32)
+    b_d += b_own[:, None] * b_u
     # loads with a policy of their own, or the compiler would keep the first ones in registers all the time
     if QK_NORM:
-        b_r = tl.load(norm_q + slot * BT + o_i, eviction_policy="evict_first")
-        b_c = tl.load(along_q + slot * BT + o_i) * b_r * b_r
-        b_u = tl.load(q + o_key, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_dq = b_r[:, None] * b_dq - b_u * b_c[:, None]
-        b_r = tl.load(norm_k + slot * BT + o_i, eviction_policy="evict_first")
-        b_c = tl.load(along_k + slot * BT + o_i) * b_r * b_r
-        b_u = tl.load(k + o_key, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_dk = b_r[:, None] * b_dk - b_u * b_c[:, None]
-    dq += i_row * K
-    dk += i_row * K
-    d_gate += i_row * K
-    tl.store(dq + o_gate, b_dq.to(dq.dtype.element_ty), mask=m_tk)
-    tl.store(dk + o_gate, b_dk.to(dk.dtype.element_ty), mask=m_tk)
+        b_r = tl.load(tl.where(is_key, norm_k + o_norm, norm_q + o_norm), eviction_policy="evict_first")
+        b_c = tl.load(tl.where(is_key, along_k + o_norm, along_q + o_norm)) * b_r * b_r
+        b_u = tl.load(p_rows, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        b_d = b_r[:, None] * b_d - b_u * b_c[:, None]
+    o_out = i_row * K + o_t * (HV * K) + o_k[None, :]
+    tl.store(tl.where(is_key[:, None], dk + o_out, dq + o_out), b_d.to(dq.dtype.element_ty), mask=m_tk)
 
-    b_dg = sums_from(steps, NUM_LEVELS + 2, b_dg, BT, PRECISE) + b_left[None, :]
-    b_x = tl.load(log_decay + o_gate, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    b_dg = sums_from(tails, b_dg, BT, PRECISE)
+    b_x = tl.load(log_decay + o_gate, mask=m_jk, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if GATE:
         b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0, eviction_policy="evict_first").to(tl.float32)[None, :]
     if GATE == 2:
-        b_share = fast_sigmoid(b_x, rate)
-        b_slope = tl.where(m_tk & (lower_bound * b_share > SMALLEST_LOG_DECAY), b_share * (1.0 - b_share), 0.0)
-        # a saturated gate has slope 0, whatever its rate
-        b_dg = tl.where(b_slope == 0.0, 0.0, b_dg * b_slope * (lower_bound * rate))
+        b_share = tl.where(m_jk, fast_sigmoid(b_x, rate), 0.0)
+        if NEAR == 0:
+            # only a deep bound reaches it
+            b_share = tl.where(lower_bound * b_share > SMALLEST_LOG_DECAY, b_share, 0.0)
+        # finite, so that a saturated gate has slope 0, whatever its rate
+        b_dg *= (b_share - b_share * b_share) * tl.maximum(lower_bound * rate, -3e38)
         tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_x))
     else:
-        b_y = activate_gate(b_x, rate, lower_bound, m_tk, 1.0, GATE, PRECISE)
-        b_dg = tl.where(m_tk & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
+        b_y = activate_gate(b_x, rate, lower_bound, m_jk, 1.0, GATE, PRECISE)
+        b_dg = tl.where(m_jk & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
         if GATE == 1:
             tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_y))
             b_dg *= -rate * fast_sigmoid(b_x, 1.0)
     if GATE:
         tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 0), mask=m_k)
-    tl.store(d_gate + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_tk)
+    tl.store(d_gate + i_row * K + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_jk)

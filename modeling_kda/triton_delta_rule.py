@@ -25,10 +25,12 @@ from .triton_chunk_blocks import (
     MIN_PADDED_K,
     NUM_LEVELS,
     fit,
+    levels_at_once,
     pair_levels,
     pair_masks,
     shared_memory_of,
     step_masks,
+    tail_mask,
 )
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
@@ -294,8 +296,7 @@ def _backward(
     before = dv, norms, errors, states, d_states, scores
     if p.decay == 2:
         gradients = _channel_gradients(
-            p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, erasing, total, parts, d_beta, scale,
-            bound,
+            p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, total, parts, d_beta, scale, form, bound
         )  # fmt: skip
     else:
         gradients = _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_beta, scale)
@@ -344,7 +345,7 @@ def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_
 
 
 def _channel_gradients(
-    p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, erasing, total, parts, d_beta, scale, bound,
+    p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, total, parts, d_beta, scale, form, bound
 ):  # fmt: skip
     dv, norms, errors, states, d_states, scores = before
     BV, warps, stages = p.blocks.channels
@@ -355,18 +356,21 @@ def _channel_gradients(
     # slots past the end of a packed sequence stay unwritten
     d_rate = q.new_zeros(p.slots, p.HV, blocks, dtype=torch.float32) if fused else q.new_empty(0)
     d_bias = q.new_zeros(p.slots, p.HV, p.K, dtype=torch.float32) if fused else q.new_empty(0)
-    pairs = torch.empty_like(scores), torch.empty_like(erasing)
-    along = torch.empty_like(norms)
+    pairs = scores.new_empty(*scores.shape[:3], 2 * CHUNK)
+    # q . dq, k . dk, and the diagonal of dP
+    along = scores.new_empty(3, *scores.shape[:3], dtype=torch.float32)
+    near = levels_at_once(bound) if form == 2 and not p.precise else 0
     if p.slots:
         options = {**p.lengths, "V": p.V, "BV": BV, **p.write, **p.varlen, "DT": p.wide_dtype}
         score_gradient_kernel[(p.slots * p.HV,)](
-            v, o, do, dv, beta, parts, errors, cu_seqlens, *pairs, d_beta, *along, scale, num_rows=p.rows,
+            v, o, do, dv, beta, parts, errors, cu_seqlens, pairs, d_beta, *along, scale, num_rows=p.rows,
             NUM_PARTS=parts.shape[0], HV=p.HV, QK_NORM=p.qk_norm, **options, num_warps=4, num_stages=1,
         )  # fmt: skip
-        channel_gradient_kernel[(p.slots * p.HV, blocks)](
-            q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), pair_masks(q.device),
-            *norms, total, states, d_states, *pairs, *along, dq, dk, d_gate, d_rate, d_bias, scale, bound,
-            **p.key_sizes, BK=CHANNELS, **p.activations, **options, num_warps=warps, num_stages=stages,
+        channel_gradient_kernel[(p.slots * p.HV * blocks,)](
+            q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), tail_mask(q.device),
+            pair_masks(q.device), *norms, total, states, d_states, pairs, *along, dq, dk, d_gate, d_rate, d_bias,
+            scale, bound, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=near,
+            STAGES=stages, **options, num_warps=warps, num_stages=1,
         )  # fmt: skip
     if fused:
         d_rate, d_bias = d_rate.sum((0, 2)).to(A_log.dtype), d_bias.sum(0).view_as(dt_bias).to(dt_bias.dtype)

@@ -287,20 +287,35 @@ def test_split_sequences_like_whole_ones(monkeypatch):
         assert_close(a, b, BUDGETS[torch.bfloat16][0])
 
 
+def run_rule(rule):
+    """A function of inputs and the state that gives outputs; "softplus" and "bounded" are kda from logits."""
+    if rule in RULES:
+        return lambda *tensors: host.triton_chunk_delta_rule(*tensors, erase=RULES[rule][1])[0]
+    bound = None if rule == "softplus" else -5.0
+    A_log = torch.zeros(2, device="cuda")
+    return lambda q, k, v, beta, gate, state: host.triton_chunk_delta_rule_from_logits(
+        q, k, v, beta, gate, A_log, torch.zeros(2 * 128, device="cuda"), state, lower_bound=bound
+    )[0]
+
+
 @on_gpu
-def test_the_future_changes_nothing():
-    tensors, _ = make_inputs(T=300, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda", lowest=-20.0)
-    *inputs, state = tensors
+@pytest.mark.parametrize("rule", ["delta", "gated_delta", "ssd", "kda", "gla", "softplus", "bounded"])
+def test_the_future_changes_nothing(rule):
+    run, shape = run_rule(rule), {"T": 300, "H": 2, "K": 128, "V": 128, "device": "cuda"}
+    known = rule if rule in RULES else "kda"
+    *inputs, state = make_inputs(known, dtype=torch.bfloat16, lowest=-20.0, **shape)[0]
+    *others, _ = make_inputs(known, **shape)[0]
     for P in (37, 64, 201):
-        changed = [x.clone() for x in inputs]
-        for x, y in zip(changed, make_inputs(T=300, H=2, K=128, V=128, device="cuda")[0], strict=False):
-            x[:, P:] = y[:, P:].to(x.dtype)
+        changed = [
+            None if x is None else torch.cat([x[:, :P], y[:, P:].to(x.dtype)], 1)
+            for x, y in zip(inputs, others, strict=True)
+        ]
         results = []
         for version in (inputs, changed):
-            leaves = [x.clone().requires_grad_() for x in version]
-            o, _ = host.triton_chunk_delta_rule(*leaves, state)
+            leaves = [None if x is None else x.clone().requires_grad_() for x in version]
+            o = run(*leaves, state)
             o[:, :P].float().square().sum().backward()
-            results.append([o.detach()[:, :P], *(x.grad[:, :P] for x in leaves)])
+            results.append([o.detach()[:, :P], *(x.grad[:, :P] for x in leaves if x is not None)])
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
 
