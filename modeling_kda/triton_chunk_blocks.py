@@ -99,15 +99,19 @@ def tail_mask(device):
 
 @kept_per_device
 def pair_masks(device):
-    """[6, 2C, 2C] int16, all bits set where row and column meet; rows and columns are the tokens' queries, then their
+    """[14, 2C, 2C] int16, all bits set where row and column meet; rows and columns are the tokens' queries, then their
     keys. At level l two tokens are in halves of the same 2^(l+1) rows: the later one's query and key read the other's
-    key, and the earlier one's key collects from the other's query and key."""
+    key, and the earlier one's key collects from the other's query and key. Then for n = 3 ... 6 what reads, and what
+    collects, inside of 2^n rows, at index NUM_LEVELS + 2 (n - 3)."""
     r = torch.arange(2 * CHUNK, device=device)[:, None]
     i, j, row_is_key, column_is_key = r % CHUNK, r.T % CHUNK, r >= CHUNK, r.T >= CHUNK
     masks = [
         ((i >> level) ^ 1 == j >> level) & torch.where((i >> level) & 1 == 1, column_is_key, row_is_key)
         for level in range(NUM_LEVELS)
     ]
+    for n in range(3, NUM_LEVELS + 1):
+        same = i >> n == j >> n
+        masks += [same & (i > j) & column_is_key, same & (i < j) & row_is_key]
     return -torch.stack(masks).short()
 
 

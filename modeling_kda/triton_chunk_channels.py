@@ -163,66 +163,6 @@ def score_gradient_kernel(
         tl.store(d_beta + i_row + o_i * HV, b_db.to(d_beta.dtype.element_ty), mask=m_t)
 
 
-@triton.jit
-def add_level(
-    i_l, steps, pairs, p_pair, b_g, b_z, b_d, b_dg,
-    BT: tl.constexpr, SHARED: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """dq over dk, and dG, with what the pairs that meet at level i_l add. SHARED: below level 3, where vectors of 8
-    columns hold pairs of other levels, too."""
-    o_r = tl.arange(0, 2 * BT)
-    is_key = o_r >= BT
-    o_i = o_r % BT
-    later = ((o_i >> i_l) & 1) == 1
-    level = 3 if SHARED else i_l
-    m_pair = (o_i >> level)[:, None] == ((o_i >> level) ^ (0 if SHARED else 1))[None, :]
-    m_pair = tl.max_constancy(m_pair & tl.where(later[:, None], is_key[None, :], is_key[:, None]), [1, 8])
-    # a reader's row of dP for a query, of dN for a key, stands under the keys' columns
-    b_p = tl.load(p_pair + tl.where(later & (o_r < BT), -BT, 0)[:, None], mask=m_pair, other=0.0)
-    if SHARED:
-        p_bits = pairs + i_l * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
-        b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
-    level = 3 if SHARED else i_l + 1
-    m_step = tl.max_constancy((o_i >> level)[:, None] == (tl.arange(0, BT) >> level)[None, :], [1, 8])
-    b_e = exp2_flushed(sum_steps(load_rows(steps, i_l, m_step, BT), b_g, PRECISE))
-    b_w = scaled(b_z, b_e, DT)
-    b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
-    b_d += b_e * b_x
-    b_dg += (b_w.to(tl.float32) * tl.where(later, 1.0, -1.0)[:, None]) * b_x
-    return b_d, b_dg
-
-
-@triton.jit
-def add_near(
-    b_near, lower_bound, p_pair, b_g, b_z, b_d, b_dg,
-    BT: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """The same for all pairs inside of 2^NEAR rows. b_near: the steps from the first of these to each row."""
-    o_r = tl.arange(0, 2 * BT)
-    is_key = o_r >= BT
-    o_i = o_r % BT
-    later = o_i[:, None] > o_i[None, :]
-    m_near = (o_i >> NEAR)[:, None] == (o_i >> NEAR)[None, :]
-    b_e = sum_steps(b_near, b_g, PRECISE) - lower_bound * ((2**NEAR - 1) * 0.5 * LOG2_E)
-    m_pair = tl.max_constancy(m_near & is_key[None, :], [1, 8])
-    b_p = tl.load(p_pair + tl.where(is_key, 0, -BT)[:, None], mask=m_pair, other=0.0)
-    b_p = tl.where(later, b_p, 0.0).to(DT)
-    b_w = scaled(b_z, exp2_again(-b_e), DT)
-    b_x = tl.dot(b_p, b_w, input_precision="tf32x3")
-    b_y = exp2_again(b_e)
-    b_w = scaled(b_z, b_y, DT)
-    b_d += b_y * b_x
-    b_dg += b_w.to(tl.float32) * b_x
-    m_pair = tl.max_constancy(m_near & is_key[:, None], [1, 8])
-    b_p = tl.load(p_pair, mask=m_pair, other=0.0)
-    b_p = tl.where(o_i[:, None] < o_i[None, :], b_p, 0.0).to(DT)
-    b_x = tl.dot(b_p, b_w, input_precision="tf32x3")
-    b_y = exp2_again(-b_e)
-    b_d += b_y * b_x
-    b_dg -= scaled(b_z, b_y, DT).to(tl.float32) * b_x
-    return b_d, b_dg
-
-
 @triton.jit(do_not_specialize=SIZES)
 def channel_gradient_kernel(
     q, k, log_decay, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, steps, tails, pairs,  # inputs
@@ -333,14 +273,47 @@ def channel_gradient_kernel(
     b_left = tl.sum(b_through, 0) * tl.load(total + slot * KP + o_k) + tl.sum(b_kn, 0)
     b_dg += tl.where((o_r == 2 * BT - 1)[:, None], b_left[None, :], 0.0) - b_kn
 
+    # a reader's row of dP for a query, of dN for a key, stands under the keys' columns, a writer's under both
     p_pair = d_pairs + slot * (2 * BT * BT) + o_i.to(tl.int64)[:, None] * (2 * BT) + o_r[None, :]
+    o_reader = tl.where(is_key, 0, -BT)
     if NEAR:
-        b_d, b_dg = add_near(b_near, lower_bound, p_pair, b_g, b_z, b_d, b_dg, BT, NEAR, PRECISE, DT)
-    else:
-        for i_l in range(0, 3):
-            b_d, b_dg = add_level(i_l, steps, pairs, p_pair, b_g, b_z, b_d, b_dg, BT, True, PRECISE, DT)
-    for i_l in range(NEAR if NEAR else 3, NUM_LEVELS):
-        b_d, b_dg = add_level(i_l, steps, pairs, p_pair, b_g, b_z, b_d, b_dg, BT, False, PRECISE, DT)
+        b_e = sum_steps(b_near, b_g, PRECISE) - lower_bound * ((2**NEAR - 1) * 0.5 * LOG2_E)
+        m_near = (o_i >> NEAR)[:, None] == (o_i >> NEAR)[None, :]
+        m_pair = tl.max_constancy(m_near & is_key[None, :], [1, 8])
+        p_bits = pairs + (NUM_LEVELS + 2 * NEAR - 6) * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
+        b_p = tl.load(p_pair + o_reader[:, None], mask=m_pair, other=0.0)
+        b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
+        b_w = scaled(b_z, exp2_again(-b_e), DT)
+        b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
+        b_y = exp2_again(b_e)
+        b_w = scaled(b_z, b_y, DT)
+        b_d += b_y * b_x
+        b_dg += b_w.to(tl.float32) * b_x
+        m_pair = tl.max_constancy(m_near & is_key[:, None], [1, 8])
+        b_p = tl.load(p_pair, mask=m_pair, other=0.0)
+        b_p = keep_bits(b_p, tl.load(p_bits + 4 * BT * BT, mask=m_pair, other=0), PRECISE)
+        b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
+        b_y = exp2_again(-b_e)
+        b_d += b_y * b_x
+        b_dg -= scaled(b_z, b_y, DT).to(tl.float32) * b_x
+
+    for i_l in range(NEAR, NUM_LEVELS):
+        later = ((o_i >> i_l) & 1) == 1
+        # below level 3 the vectors that hold the pairs hold others, too
+        level = tl.maximum(i_l, 3)
+        m_pair = (o_i >> level)[:, None] == ((o_i >> level) ^ (tl.minimum(i_l, 3) // 3))[None, :]
+        m_pair = tl.max_constancy(m_pair & tl.where(later[:, None], is_key[None, :], is_key[:, None]), [1, 8])
+        b_p = tl.load(p_pair + tl.where(later, o_reader, 0)[:, None], mask=m_pair, other=0.0)
+        if NEAR == 0:
+            p_bits = pairs + i_l * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
+            b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
+        level = tl.maximum(i_l + 1, 3)
+        m_step = tl.max_constancy((o_i >> level)[:, None] == (o_j >> level)[None, :], [1, 8])
+        b_e = exp2_flushed(sum_steps(load_rows(steps, i_l, m_step, BT), b_g, PRECISE))
+        b_w = scaled(b_z, b_e, DT)
+        b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
+        b_d += b_e * b_x
+        b_dg += (b_w.to(tl.float32) * tl.where(later, 1.0, -1.0)[:, None]) * b_x
 
     # pairs of a token with itself: each query reads its own key, which no step decays
     b_own = tl.load(own + o_norm)

@@ -354,8 +354,11 @@ def scan_kernel(
         if HAS_STATE:
             b_s += tl.load(state + p_io, mask=m_kv, other=0.0).to(tl.float32)
 
+    # values that only a product reads are copied to shared memory with the rest; for wide blocks there is no room
+    COPIED: tl.constexpr = DECAY == 2 and ERASE and BV <= 32
     i_next = tl.maximum(tl.minimum(start, end - 1), 0)
-    b_v = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT, False)
+    if not COPIED:
+        b_v = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT, False)
     b_beta, b_total, b_rq, b_rk, b_ro = load_factors(
         strength, total, row_q, row_k, row_out, first, i_next, i_hv, HV, KP, BT, DECAY
     )
@@ -378,6 +381,8 @@ def scan_kernel(
                 b_u = tl.dot(b_wq, b_half, input_precision="tf32x3")
                 b_u, b_o = tl.split(tl.permute(tl.reshape(b_u, (2, BT, BV)), (1, 2, 0)))
             b_x = tl.load(solving + o_matrix).to(DT)
+            if COPIED:
+                b_v = tl.load(v + o_value + o_block, mask=m_tv, other=0.0)
             b_u = tl.dot(b_x, b_v.to(DT), b_u, input_precision="tf32x3")
         else:
             b_k = load_key_block(k_out, i_row, i_slot, i_t, length, H, i_h, K, KP, BT, DECAY).to(DT)
@@ -400,7 +405,8 @@ def scan_kernel(
         # the next values and factors, which no product reads from shared memory, are asked for here and all is stored
         # below: every fence before a product waits for what is under way
         i_next = tl.minimum(i_t + 1, end - 1)
-        b_v_next = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT, False)
+        if not COPIED:
+            b_v_next = load_values(v, bos, i_next, length, i_hv, o_v, HV, V, BT, False)
         b_beta_next, b_total_next, b_rq_next, b_rk_next, b_ro_next = load_factors(
             strength, total, row_q, row_k, row_out, first, i_next, i_hv, HV, KP, BT, DECAY
         )
@@ -418,7 +424,8 @@ def scan_kernel(
             tl.store(chunk_states + p_s, b_half, mask=m_v[None, :])
             if ERASE:
                 tl.store(errors + o_value + o_block, b_u.to(errors.dtype.element_ty), mask=m_tv)
-        b_v = b_v_next
+        if not COPIED:
+            b_v = b_v_next
         b_beta = b_beta_next
         b_total = b_total_next
         b_rq = b_rq_next
