@@ -29,12 +29,13 @@ WHOLE, HALF, EXACT = (128, 4, 1), (64, 4, 1), (32, 4, 1)
 BLOCKS = {
     (False, 64): Blocks((64, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 8, 3), HALF, WHOLE, WHOLE, WHOLE),
     (False, 128): Blocks((128, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 8, 3), HALF, WHOLE, WHOLE, WHOLE),
-    (False, 256): Blocks((128, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (64, 8, 3), HALF, HALF, HALF, HALF),
+    (False, 256): Blocks((128, 4, 1), (64, 8, 1), (64, 8, 1), (32, 4, 1), (64, 8, 3), HALF, HALF, HALF, HALF),
     (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
     (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
     (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
 }
-# Triton 3.6 miscompiles the chunk gradients on Hopper with fewer than 64 key channels: keys are padded to that
+# Triton 3.6 miscompiles 16-bit products of fewer than 64 columns on Hopper, unless three stages bring their operands:
+# 64 value channels where those do not fit, and keys are padded to 64
 MIN_PADDED_K = 64
 # programs of the scan that fill an H200
 FULL_GRID = 132
@@ -55,7 +56,10 @@ def fit(blocks, shared_memory):
     deepest = 2 if shared_memory >= 160_000 else 1
     shallow = {name: (*getattr(blocks, name)[:-1], min(getattr(blocks, name)[-1], deepest)) for name in blocks._fields}
     blocks = Blocks(**shallow)
-    return blocks if deepest == 2 else blocks._replace(many_heads=blocks.scan)
+    if deepest == 2:
+        return blocks
+    narrow = (min(blocks.scan[0], 32), 4, 1)
+    return blocks._replace(scan=narrow, many_heads=narrow)
 
 
 def kept_per_device(build):

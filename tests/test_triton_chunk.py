@@ -209,7 +209,14 @@ def test_lengths(T):
 @pytest.mark.parametrize(("K", "V"), [(16, 32), (32, 16), (60, 100), (100, 60), (64, 256), (256, 64), (256, 256)])
 def test_head_sizes(K, V):
     check(T=150, H=2, K=K, V=V, dtype=torch.bfloat16, device="cuda")
-    check("gated_delta", T=150, H=2, K=K, V=V, dtype=torch.bfloat16, device="cuda")
+    for rule in ("gated_delta", "delta", "ssd"):
+        check(rule, T=150, H=2, K=K, V=V, dtype=torch.bfloat16, device="cuda")
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", ["kda", "gated_delta", "delta"])
+def test_the_largest_heads_in_fp32(rule):
+    check(rule, T=150, H=2, K=256, V=64, device="cuda")
 
 
 @on_gpu
@@ -233,8 +240,10 @@ def test_correlated_keys(keys):
     "bounds", [[0, 15], [0, 256, 500, 1000], [0, 15, 100, 300], [0, 31, 96, 160], [0, 0, 5], [0, 1, 2, 3, 64, 64, 65]]
 )
 def test_packed(bounds):
+    # of fifteen tokens the gradients of thirty rates are left, sums that nearly cancel
+    factor = 2 if bounds[-1] == 15 else 1
     for rule in ("kda", "gated_delta", "linear"):
-        check(rule, T=bounds[-1], H=2, K=64, V=64, bounds=bounds, dtype=torch.bfloat16, device="cuda")
+        check(rule, T=bounds[-1], H=2, K=64, V=64, bounds=bounds, dtype=torch.bfloat16, device="cuda", factor=factor)
 
 
 @on_gpu
