@@ -93,6 +93,10 @@ def parts_of_kimi():
     )
 
 
+# what rows of ops.json can say of themselves
+MARKS = {"decays_given": "log-decays given", "earlier": "earlier kernels"}
+
+
 def ops():
     results = json.loads(OPS.read_text())
     lines = ["| | ours | fla | ratio | share of the roofline | extra memory, ours |", "|---|---|---|---|---|---|"]
@@ -108,29 +112,35 @@ def ops():
             theirs, ratio = f"{peer['ms']:.2f} ms", f"{peer['ratio_to_ours']:.1f}x"
         shape = f"B{row['B']} T{row['T']:,} H{row['H']} K{row['K']}"
         rule = "kda, bounded decay" if row["rule"] == "bounded" else row["rule"]
-        rule += " (log-decays given)" if row.get("decays_given") else ""
+        marks = [text for mark, text in MARKS.items() if row.get(mark)]
+        rule += f" ({', '.join(marks)})" if marks else ""
         numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {row['peak_MiB']:,.0f} MiB"
-        lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms | {numbers} |")
+        star = "\\*" if row.get("experiment") else ""
+        lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms{star} | {numbers} |")
     machine = results["machine"]
     lines += [
         "",
         f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, flash-linear-attention "
         f"{machine['flash-linear-attention']}; bf16, K = V. KDA is timed from the outputs of the projections, other "
         "rules and the rows so marked from unit keys, log-decays and write strengths."
-        f"{_apart(peers.values())} {source(OPS)}",
+        f"{_exceptions(results['rows'])} {source(OPS)}",
     ]
-    if newer := results.get("newer_gradient_kernels"):
-        steps = ", ".join(f"{row['rule']} {row['before_ms']:.2f} to {row['step_ms']:.2f}" for row in newer["rows"])
-        lines += ["", f"The gradient kernels have changed since; their experiment saw, at H32, in ms: {steps}."]
     return "\n".join(lines)
 
 
-def _apart(peers):
-    return (
-        " fla was measured in a process of its own on the same kind of machine."
-        if any(row.get("apart") for row in peers)
-        else ""
-    )
+def _exceptions(rows):
+    """What has to be said of rows that one run of the benchmark did not measure together."""
+    said = ""
+    if any(row.get("apart") for row in rows):
+        said += " Peers were measured in processes of their own on the same kind of machine."
+    if any(row.get("experiment") for row in rows):
+        said += (
+            " Starred: whole calls in the experiments that the kernels come from, which have those or newer ones now."
+        )
+    alone = [f"{row['ms']:.2f} ms at {row['case']}" for row in rows if row["by"] == "FlashKDA"]
+    if alone:
+        said += f" FlashKDA, forward only: {', '.join(alone)}."
+    return said
 
 
 def long_context():

@@ -168,7 +168,8 @@ def head_gradient_kernel(
     PARTS: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     QK_NORM: tl.constexpr, PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk (of this value head), dbeta and the gradient of the log-decays of one chunk."""
+    """dq, dk (of this value head), dbeta and the gradient of the log-decays of one chunk. PARTS: a power of 2 from
+    NUM_PARTS on."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)

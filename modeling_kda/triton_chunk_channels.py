@@ -73,7 +73,7 @@ def exp2_again(x):
 
 
 @triton.jit
-def load_rows(steps, i_m, m_vector, BT: tl.constexpr):
+def load_step_rows(steps, i_m, m_vector, BT: tl.constexpr):
     """Matrix i_m of `steps` for both halves of rows. m_vector: the vectors of 8 columns that hold any ones; masks of
     those load no other bytes."""
     o_i = tl.arange(0, 2 * BT) % BT
@@ -87,7 +87,7 @@ def sums_from(tails, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
     o_i = tl.arange(0, 2 * BT) % BT
     m = tl.load(tails + tl.arange(0, BT)[:, None] * BT + o_i[None, :])
     if PRECISE:
-        b_sum = exact_dot(m, b_g, True)
+        b_sum = exact_dot(m, b_g)
     else:
         hi = b_g.to(BF16_OPERAND)
         lo = (b_g - hi.to(tl.float32)).to(BF16_OPERAND)
@@ -227,12 +227,12 @@ def channel_gradient_kernel(
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
     # vectors of 8 columns are all inside a mask or all outside
     m_step = tl.max_constancy((o_j >> 3)[None, :] <= (o_i >> 3)[:, None], [1, 8])
-    b_up = load_rows(steps, NUM_LEVELS, m_step, BT)
+    b_up = load_step_rows(steps, NUM_LEVELS, m_step, BT)
     m_step = tl.max_constancy((o_j >> 3)[None, :] >= (o_i >> 3)[:, None], [1, 8])
-    b_down = load_rows(steps, NUM_LEVELS + 1, m_step, BT)
+    b_down = load_step_rows(steps, NUM_LEVELS + 1, m_step, BT)
     if NEAR:
         m_step = tl.max_constancy((o_i >> NEAR)[:, None] == (o_j >> NEAR)[None, :], [1, 8])
-        b_near = load_rows(steps, NUM_LEVELS + NEAR - 1, m_step, BT)
+        b_near = load_step_rows(steps, NUM_LEVELS + NEAR - 1, m_step, BT)
     b_y = b_y.to(tl.float32)
     if GATE:
         rate = tl.exp(rate)
@@ -309,7 +309,7 @@ def channel_gradient_kernel(
             b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
         level = tl.maximum(i_l + 1, 3)
         m_step = tl.max_constancy((o_i >> level)[:, None] == (o_j >> level)[None, :], [1, 8])
-        b_e = exp2_flushed(sum_steps(load_rows(steps, i_l, m_step, BT), b_g, PRECISE))
+        b_e = exp2_flushed(sum_steps(load_step_rows(steps, i_l, m_step, BT), b_g, PRECISE))
         b_w = scaled(b_z, b_e, DT)
         b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
         b_d += b_e * b_x

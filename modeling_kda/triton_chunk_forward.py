@@ -256,11 +256,8 @@ def prep_head_kernel(
     q += (row * H + i_hv // (HV // H)) * K
     k += (row * H + i_hv // (HV // H)) * K
     o_key = o_i * (H * K)
-    # read long before they are needed
     if DECAY == 1:
         b_g = load_head_gate(log_decay, row * HV + i_hv, o_i * HV, m_t)
-    if ERASE:
-        b_beta = load_beta(beta, row * HV + i_hv, o_i * HV, m_t, HAS_BETA, RAW_BETA)
     b_rq = tl.full([BT], 1.0, tl.float32)
     b_rk = tl.full([BT], 1.0, tl.float32)
     if QK_NORM:
