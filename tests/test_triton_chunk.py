@@ -143,6 +143,11 @@ def interpreted_logits(lower_bound):
     check_logits(lower_bound)
 
 
+@pytest.mark.parametrize("lower_bound", [-0.5, -2.5, -5.0, -30.0])
+def interpreted_levels_at_once(lower_bound):
+    check_logits(lower_bound, dtype=torch.bfloat16)
+
+
 def interpreted_identical_keys():
     check(T=70, keys=1.0, lowest=-1e-5, factor=20)
 
