@@ -338,7 +338,6 @@ def scan_kernel(
         run = tl.cdiv(end, NUM_SEGMENTS)
         start = tl.minimum(i_g * run, end)
         end = tl.minimum(start + run, end)
-    if SEGMENT:
         rows = tl.cdiv(V, BV) * BV + KP
         # rows past the values hold the unit states
         b_s = tl.where(o_v[None, :] - (rows - KP) == o_k[:, None], 1.0, 0.0)

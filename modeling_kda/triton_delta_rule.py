@@ -215,16 +215,8 @@ def _scan(p, segments, inputs, cu_seqlens, outputs, save):
     fills = p.decay == 2 and not save and p.N * p.HV * ((p.V + wide[0] - 1) // wide[0]) >= FULL_GRID
     BV, warps, stages = wide if fills else p.blocks.scan
     blocks = (p.V + BV - 1) // BV
-    options = {
-        **p.lengths,
-        "NUM_SEGMENTS": segments,
-        **p.key_sizes,
-        "V": p.V,
-        "BV": BV,
-        **p.gate,
-        "ERASE": p.erase,
-        **p.varlen,
-    }
+    options = {**p.lengths, "NUM_SEGMENTS": segments, **p.key_sizes, "V": p.V, "BV": BV}
+    options |= {**p.gate, "ERASE": p.erase, **p.varlen}
     options |= {"HAS_STATE": state is not None, "SAVE": save, "DT": p.wide_dtype, "num_warps": warps}
     if segments == 1:
         scan_kernel[(blocks, p.N * p.HV, 1)](
