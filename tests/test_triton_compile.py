@@ -24,14 +24,14 @@ POINTER = {
     torch.int32: "*i32",
     torch.int16: "*i16",
 }
-# bytes of registers that ptxas may keep in memory: kernels with six levels do not fit in 255 registers, nor do four
+# bytes of registers that ptxas may keep in memory: the kernel with six levels does not fit in 255 registers, nor do four
 # matrices of a chunk on sm_80
 SPILLS = {
     "prep_kernel": 384,
     "prep_head_kernel": 64,
     "score_gradient_kernel": 192,
-    "channel_gradient_kernel": 640,
-    "head_gradient_kernel": 256,
+    "channel_gradient_kernel": 128,
+    "head_gradient_kernel": 192,
 }
 
 
