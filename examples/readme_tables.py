@@ -134,9 +134,7 @@ def _exceptions(rows):
     if any(row.get("apart") for row in rows):
         said += " Peers were measured in processes of their own on the same kind of machine."
     if any(row.get("experiment") for row in rows):
-        said += (
-            " Starred: whole calls in the experiments that the kernels come from, which have those or newer ones now."
-        )
+        said += " Starred: measured while the kernels were being built; the committed ones are these or newer."
     alone = [f"{row['ms']:.2f} ms at {row['case']}" for row in rows if row["by"] == "FlashKDA"]
     if alone:
         said += f" FlashKDA, forward only: {', '.join(alone)}."
