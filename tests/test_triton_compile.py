@@ -24,8 +24,8 @@ POINTER = {
     torch.int32: "*i32",
     torch.int16: "*i16",
 }
-# bytes of registers that ptxas may keep in memory: the kernel with six levels does not fit in 255 registers, nor do four
-# matrices of a chunk on sm_80
+# bytes of registers that ptxas may keep in memory: the kernel with six levels does not fit in 255 registers, nor do
+# four matrices of a chunk on sm_80
 SPILLS = {
     "prep_kernel": 384,
     "prep_head_kernel": 64,
