@@ -114,7 +114,8 @@ def ops():
         rule = "kda, bounded decay" if row["rule"] == "bounded" else row["rule"]
         marks = [text for mark, text in MARKS.items() if row.get(mark)]
         rule += f" ({', '.join(marks)})" if marks else ""
-        numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {row['peak_MiB']:,.0f} MiB"
+        peak = "-" if row["peak_MiB"] is None else f"{row['peak_MiB']:,.0f} MiB"
+        numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {peak}"
         star = "\\*" if row.get("experiment") else ""
         lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms{star} | {numbers} |")
     machine = results["machine"]
