@@ -63,16 +63,6 @@ def scaled(x, e, DT: tl.constexpr):
 
 
 @triton.jit
-def exp2_again(x):
-    """2^x anew, where the compiler would keep an equal one in registers."""
-    if HAS_PTX:
-        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
-    else:
-        y = tl.exp2(x)
-    return y
-
-
-@triton.jit
 def load_step_rows(steps, i_m, m_vector, BT: tl.constexpr):
     """Matrix i_m of `steps` for both halves of rows. m_vector: the vectors of 8 columns that hold any ones; masks of
     those load no other bytes."""
@@ -283,9 +273,9 @@ def channel_gradient_kernel(
         p_bits = pairs + (NUM_LEVELS + 2 * NEAR - 6) * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
         b_p = tl.load(p_pair + o_reader[:, None], mask=m_pair, other=0.0)
         b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
-        b_w = scaled(b_z, exp2_again(-b_e), DT)
+        b_w = scaled(b_z, exp2_flushed(-b_e, AGAIN=True), DT)
         b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
-        b_y = exp2_again(b_e)
+        b_y = exp2_flushed(b_e, AGAIN=True)
         b_w = scaled(b_z, b_y, DT)
         b_d += b_y * b_x
         b_dg += b_w.to(tl.float32) * b_x
@@ -293,7 +283,7 @@ def channel_gradient_kernel(
         b_p = tl.load(p_pair, mask=m_pair, other=0.0)
         b_p = keep_bits(b_p, tl.load(p_bits + 4 * BT * BT, mask=m_pair, other=0), PRECISE)
         b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
-        b_y = exp2_again(-b_e)
+        b_y = exp2_flushed(-b_e, AGAIN=True)
         b_d += b_y * b_x
         b_dg -= scaled(b_z, b_y, DT).to(tl.float32) * b_x
 

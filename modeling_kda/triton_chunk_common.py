@@ -3,8 +3,6 @@
 The mathematics and the letters are at the head of triton_chunk_forward.py.
 """
 
-import os
-
 import torch
 
 try:
@@ -22,9 +20,8 @@ LENGTHS = ["T", "NT", "N", "NUM_SEGMENTS"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bit patterns of bf16 operands
 BF16_OPERAND = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)
-
 # instructions of NVIDIA GPUs that Triton does not emit by itself; the interpreter has none of them
-HAS_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
+HAS_PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 
 @triton.jit
@@ -90,10 +87,11 @@ def sum_steps(m, b_g, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def exp2_flushed(x):
-    """2^x, 0 where fp32 has no normal number for it: one instruction instead of four."""
+def exp2_flushed(x, AGAIN: tl.constexpr = False):
+    """2^x, 0 where fp32 has no normal number for it: one instruction instead of four. AGAIN: computed anew where the
+    compiler would keep an equal one in registers."""
     if HAS_PTX:
-        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, not AGAIN, pack=1)
     else:
         y = tl.exp2(x)
     return y
