@@ -17,6 +17,7 @@ from transformers.utils import is_torchdynamo_compiling, logging
 from .delta_rule import chunk_delta_rule, recurrent_delta_rule
 from .layers import gated_norm as torch_gated_norm
 from .layers import short_convolution as torch_short_convolution
+from .triton_launch import needs_gradients
 
 try:
     from .triton_decode import MAX_TOKENS, run_decode_step, triton_recurrent_delta_rule, unsupported_step
@@ -157,8 +158,7 @@ def fall_back(what, reason):
 
 
 def _is_short(*tensors):
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return tensors[0].shape[1] <= MAX_TOKENS and not differentiable
+    return tensors[0].shape[1] <= MAX_TOKENS and not needs_gradients(*tensors)
 
 
 def advance_state(k, v, beta, log_decay, state, *, erase):

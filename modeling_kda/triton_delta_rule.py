@@ -7,7 +7,6 @@ channels, HV value heads of V channels. Nothing here waits for the device, so ca
 
 import os
 import zlib
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from .triton_chunk_blocks import (
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
-from .triton_launch import DTYPES, INTERPRETED, choose, eager_function, on_device
+from .triton_launch import DTYPES, INTERPRETED, choose, eager_function, needs_gradients, on_device
 
 MAX_DIM = 256
 
@@ -117,7 +116,7 @@ def _call(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, 
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # kernels round scale * q to fp16, which keeps no very small or large numbers
     inside, outside = (scale, None) if 2**-10 <= abs(scale) <= 2**10 else (1.0, scale)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    save = needs_gradients(*tensors)
     run = choose(forward_op, eager_chunks, _forward, *tensors)
     with on_device(q):
         o, final, *_ = run(*tensors, erase, inside, form, float(bound), qk_norm, raw_beta, save)
@@ -268,7 +267,7 @@ def _key_parts(keys):
 
 
 def _scan_keys(p, q, k, keys):
-    """What the scans read: decayed keys, or the inputs, whose decays per head are row factors."""
+    """What the scans read: prepared keys, or the inputs, whose decays per head are row factors."""
     return keys if p.decay == 2 else (q, k, k)
 
 
@@ -285,7 +284,7 @@ def _backward(
     dv, d_beta, d_states, d_state, parts = _reverse_scan(
         p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state
     )
-    before = dv, norms, errors, states, d_states, scores
+    before = dv, norms, errors, states, d_states
     if p.decay == 2:
         gradients = _channel_gradients(
             p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, total, parts, d_beta, scale, form, bound
@@ -321,7 +320,7 @@ def _key_gradients(p, q, k):
 
 
 def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_beta, scale):
-    dv, norms, errors, states, d_states, _ = before
+    dv, norms, errors, states, d_states = before
     decaying, constant = (p.blocks.gated, p.blocks.erasing) if p.erase else (p.blocks.decaying, p.blocks.adding)
     BV, warps, stages = decaying if p.decay else constant
     dq, dk = _key_gradients(p, q, k)
@@ -339,7 +338,7 @@ def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_
 def _channel_gradients(
     p, do, q, k, v, o, beta, gate, A_log, dt_bias, cu_seqlens, before, total, parts, d_beta, scale, form, bound
 ):  # fmt: skip
-    dv, norms, errors, states, d_states, scores = before
+    dv, norms, errors, states, d_states = before
     BV, warps, stages = p.blocks.channels
     blocks = p.KP // CHANNELS
     dq, dk = _key_gradients(p, q, k)
@@ -348,9 +347,9 @@ def _channel_gradients(
     # slots past the end of a packed sequence stay unwritten
     d_rate = q.new_zeros(p.slots, p.HV, blocks, dtype=torch.float32) if fused else q.new_empty(0)
     d_bias = q.new_zeros(p.slots, p.HV, p.K, dtype=torch.float32) if fused else q.new_empty(0)
-    pairs = scores.new_empty(*scores.shape[:3], 2 * CHUNK)
+    pairs = q.new_empty(p.slots, p.HV, CHUNK, 2 * CHUNK, dtype=p.dtype)
     # q . dq, k . dk, and the diagonal of dP
-    along = scores.new_empty(3, *scores.shape[:3], dtype=torch.float32)
+    along = q.new_empty(3, p.slots, p.HV, CHUNK, dtype=torch.float32)
     near = levels_at_once(bound) if form == 2 and not p.precise else 0
     if p.slots:
         options = {**p.lengths, "V": p.V, "BV": BV, **p.write, **p.varlen, "DT": p.wide_dtype}
@@ -361,8 +360,8 @@ def _channel_gradients(
         channel_gradient_kernel[(p.slots * p.HV * blocks,)](
             q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), tail_mask(q.device),
             pair_masks(q.device), *norms, total, states, d_states, pairs, *along, dq, dk, d_gate, d_rate, d_bias,
-            scale, bound, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=near,
-            STAGES=stages, **options, num_warps=warps, num_stages=1,
+            scale, bound, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=near, STAGES=stages, **options,
+            num_warps=warps, num_stages=1,
         )  # fmt: skip
     if fused:
         d_rate, d_bias = d_rate.sum((0, 2)).to(A_log.dtype), d_bias.sum(0).view_as(dt_bias).to(dt_bias.dtype)
@@ -416,4 +415,4 @@ def _differentiate(ctx, do, d_final, *_, run=backward_op):
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
 
-eager_chunks = eager_function(_forward, _save, partial(_differentiate, run=_backward))
+eager_chunks = eager_function(_forward, _backward, _save, _differentiate)

@@ -41,27 +41,32 @@ def choose(operator, differentiable, plain, *tensors):
     into; an autograd function, half the host's time of an operator; or the launch itself."""
     if torch.compiler.is_compiling():
         return operator
-    needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return differentiable if needs_gradients else plain
+    return differentiable if needs_gradients(*tensors) else plain
 
 
-def eager_function(forward, save, differentiate):
+def needs_gradients(*tensors):
+    """Whether autograd records a call with these tensors; None for absent ones."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def eager_function(launch, launch_back, save, differentiate):
     """What torch's operator around launches is to autograd, as an autograd function: half of its host time.
 
-    Args: forward: the launch. save: of the operator's autograd. differentiate: the same, with plain launches.
+    Args: launch, launch_back: both passes. save, differentiate: of the operator's autograd; differentiate takes what
+        runs the backward pass as `run`.
     """
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
-            output = forward(*inputs)
+            output = launch(*inputs)
             save(ctx, inputs, output)
             return output
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx, *gradients):
-            return differentiate(ctx, *gradients)
+            return differentiate(ctx, *gradients, run=launch_back)
 
     return Eager.apply
 

@@ -11,7 +11,6 @@ deterministic. B batch, T time, C channels, W taps, V value channels.
 """
 
 import re
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -166,9 +165,7 @@ def _differentiate_convolution(ctx, dy, run=short_convolution_backward_op):
 short_convolution_op.register_autograd(_differentiate_convolution, setup_context=_save_convolution)
 
 
-eager_convolution = eager_function(
-    _convolve, _save_convolution, partial(_differentiate_convolution, run=_convolve_backward)
-)
+eager_convolution = eager_function(_convolve, _convolve_backward, _save_convolution, _differentiate_convolution)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -466,7 +463,7 @@ def _differentiate_norm(ctx, dy, run=gated_norm_backward_op):
 gated_norm_op.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 
-eager_norm = eager_function(_gated_norm, _save_norm, partial(_differentiate_norm, run=_gated_norm_backward))
+eager_norm = eager_function(_gated_norm, _gated_norm_backward, _save_norm, _differentiate_norm)
 
 
 @triton.jit(do_not_specialize=["N"])
