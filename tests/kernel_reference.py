@@ -20,7 +20,8 @@ BUDGET = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 if os.environ.get("TRITON_INTERPRET") == "1":
     # the interpreter cuts bits off where the device rounds
     BUDGET[torch.bfloat16] = 8e-3
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.bool: "i1"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES |= {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 # bytes that one program can have, by compute capability
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 FP32 = BUDGET[torch.float32]

@@ -307,10 +307,13 @@ def run_rule(rule):
     if rule in RULES:
         return lambda *tensors: host.triton_chunk_delta_rule(*tensors, erase=RULES[rule][1])[0]
     bound = None if rule == "softplus" else -5.0
-    A_log = torch.zeros(2, device="cuda")
-    return lambda q, k, v, beta, gate, state: host.triton_chunk_delta_rule_from_logits(
-        q, k, v, beta, gate, A_log, torch.zeros(2 * 128, device="cuda"), state, lower_bound=bound
-    )[0]
+    A_log, dt_bias = torch.zeros(2, device="cuda"), torch.zeros(2 * 128, device="cuda")
+
+    def run(*inputs_and_state):
+        *inputs, state = inputs_and_state
+        return from_logits([*inputs, A_log, dt_bias, state], bound, host.triton_chunk_delta_rule_from_logits)[0]
+
+    return run
 
 
 @on_gpu

@@ -4,26 +4,16 @@ import os
 
 import pytest
 import torch
-from kernel_reference import SHARED_MEMORY, Recorder, resource_usage
+from kernel_reference import SHARED_MEMORY, Recorder, compile_launch, resource_usage
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from modeling_kda import triton_delta_rule as host  # noqa: E402
 
 KERNELS = ("prep_kernel", "prep_head_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel",
            "channel_gradient_kernel", "head_gradient_kernel")  # fmt: skip
-POINTER = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int16: "*i16",
-}
 # bytes of registers that ptxas may keep in memory: the kernel with six levels does not fit in 255 registers, nor do
 # four matrices of a chunk on sm_80
 SPILLS = {
@@ -57,23 +47,6 @@ def launches(monkeypatch):
         return {kernel.__name__: (kernel, args, options) for kernel, args, options in found}
 
     return record
-
-
-def compile_launch(kernel, args, options, capability):
-    options = dict(options)
-    settings = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | options
-    signature, constants, aligned = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name], aligned[(i,)] = POINTER[value.dtype], [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
 
 
 @pytest.mark.parametrize(
