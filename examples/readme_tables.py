@@ -93,10 +93,6 @@ def parts_of_kimi():
     )
 
 
-# what rows of ops.json can say of themselves
-MARKS = {"decays_given": "log-decays given", "earlier": "earlier kernels"}
-
-
 def ops():
     results = json.loads(OPS.read_text())
     lines = ["| | ours | fla | ratio | share of the roofline | extra memory, ours |", "|---|---|---|---|---|---|"]
@@ -112,34 +108,18 @@ def ops():
             theirs, ratio = f"{peer['ms']:.2f} ms", f"{peer['ratio_to_ours']:.1f}x"
         shape = f"B{row['B']} T{row['T']:,} H{row['H']} K{row['K']}"
         rule = "kda, bounded decay" if row["rule"] == "bounded" else row["rule"]
-        marks = [text for mark, text in MARKS.items() if row.get(mark)]
-        rule += f" ({', '.join(marks)})" if marks else ""
-        peak = "-" if row["peak_MiB"] is None else f"{row['peak_MiB']:,.0f} MiB"
-        numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {peak}"
-        star = "\\*" if row.get("experiment") else ""
-        lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms{star} | {numbers} |")
+        numbers = f"{theirs} | {ratio} | {row['roofline']:.0%} | {row['peak_MiB']:,.0f} MiB"
+        lines.append(f"| {rule}, {shape}, {row['pass']} | {row['ms']:.2f} ms | {numbers} |")
     machine = results["machine"]
+    flash = [f"{row['ms']:.2f} ms at {row['case']}" for row in results["rows"] if row["by"] == "FlashKDA"]
     lines += [
         "",
         f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, flash-linear-attention "
         f"{machine['flash-linear-attention']}; bf16, K = V. KDA is timed from the outputs of the projections, other "
-        "rules and the rows so marked from unit keys, log-decays and write strengths."
-        f"{_exceptions(results['rows'])} {source(OPS)}",
+        "rules from unit keys, log-decays and write strengths. FlashKDA, forward only and in a process of its own on "
+        f"the same kind of machine: {', '.join(flash)}. {source(OPS)}",
     ]
     return "\n".join(lines)
-
-
-def _exceptions(rows):
-    """What has to be said of rows that one run of the benchmark did not measure together."""
-    said = ""
-    if any(row.get("apart") for row in rows):
-        said += " Peers were measured in processes of their own on the same kind of machine."
-    if any(row.get("experiment") for row in rows):
-        said += " Starred: measured while the kernels were being built; the committed ones are these or newer."
-    alone = [f"{row['ms']:.2f} ms at {row['case']}" for row in rows if row["by"] == "FlashKDA"]
-    if alone:
-        said += f" FlashKDA, forward only: {', '.join(alone)}."
-    return said
 
 
 def long_context():
