@@ -7,6 +7,7 @@ channels, HV value heads of V channels. Nothing here waits for the device, so ca
 
 import os
 import zlib
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +35,16 @@ from .triton_chunk_blocks import (
 from .triton_chunk_channels import CHANNELS, channel_gradient_kernel, score_gradient_kernel
 from .triton_chunk_common import BF16_OPERAND
 from .triton_chunk_forward import merge_kernel, prep_head_kernel, prep_kernel, scan_kernel
-from .triton_launch import DTYPES, INTERPRETED, choose, eager_function, needs_gradients, on_device
+from .triton_launch import (
+    DTYPES,
+    INTERPRETED,
+    choose,
+    compiled_for,
+    eager_function,
+    launch,
+    needs_gradients,
+    on_device,
+)
 
 MAX_DIM = 256
 
@@ -131,7 +141,9 @@ SPLIT_SEQUENCES = os.environ.get("KDA_SPLIT_SEQUENCES") != "0"
 class Problem:
     """Sizes, switches and launch arguments of one call, shared by its kernels."""
 
-    def __init__(self, q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta):
+    def __init__(self, q, k, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta, *others):
+        """others: what else the caller brought and kernels read."""
+        self.brought = q, k, v, beta, gate, cu_seqlens, *others
         self.B, self.T, self.H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
         self.rows = self.B * self.T
@@ -145,7 +157,7 @@ class Problem:
         self.blocks = fit(BLOCKS[self.precise, self.KP], shared_memory_of(q.device))
         self.dtype = torch.float32 if self.precise else torch.bfloat16
         self.erase, self.qk_norm = erase, qk_norm
-        self.lengths = {"T": self.T, "NT": NT, "N": self.N}
+        self.lengths = self.T, NT, self.N
         self.key_sizes = {"H": self.H, "HV": self.HV, "K": self.K, "KP": self.KP, "NUM_LEVELS": NUM_LEVELS}
         self.varlen = {"IS_VARLEN": cu_seqlens is not None, "BT": CHUNK}
         self.write = {"ERASE": erase, "HAS_BETA": beta is not None, "RAW_BETA": raw_beta}
@@ -156,38 +168,45 @@ class Problem:
         self.wide_dtype = tl.float32 if self.precise else BF16_OPERAND.value
         self.prep_dtype = tl.float16 if narrow and not self.precise else self.wide_dtype
 
+    @cached_property
+    def compiled(self):
+        return compiled_for(*self.brought)
+
+    def launch(self, kernel, grid, *args, **options):
+        launch(self.compiled, kernel, grid, args, options)
+
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gate: Tensor | None, state: Tensor | None,
-    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, erase: bool, scale: float,
-    form: int, bound: float, qk_norm: bool, raw_beta: bool, save: bool,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
+    q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, form, bound, qk_norm, raw_beta, save
+):
     """Launches the forward kernels on contiguous tensors. Returns o, the final state, and what a backward pass needs:
-    prepared keys, write strengths and row factors, inverse norms, decays of chunks, P, Z, errors, earlier states."""
-    p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
+    prepared keys, write strengths and row factors, inverse norms, decays of chunks, P, Z, errors, earlier states; None
+    for what is absent."""
+    p = Problem(q, k, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta, state, A_log, dt_bias)
     outputs = _forward_buffers(p, q, v, save)
     o, final, keys, rows, norms, total, scores, erasing, errors, states = outputs
     if not p.slots or not p.HV:
         final.copy_(torch.zeros_like(final) if state is None else state)
         return outputs
     BK, warps, stages = p.blocks.prep
-    options = {**p.lengths, **p.key_sizes, "BK": BK, **p.gate, **p.write, **p.varlen, "QK_NORM": qk_norm}
+    options = {**p.key_sizes, "BK": BK, **p.gate, **p.write, **p.varlen, "QK_NORM": qk_norm}
     options |= {"DT": p.prep_dtype, "num_warps": warps, "num_stages": stages}
-    keys, rows, norms = _key_parts(keys), _parts(rows, 4), _parts(norms, 2)
+    rows, norms = _parts(rows, 4), _parts(norms, 2)
     prepared = *rows, *norms, total, scores, erasing
+    grid = p.slots * p.HV, 1, 1
     # X takes the place of Z where no backward pass reads that
-    solving = torch.empty_like(erasing) if save and p.decay == 2 else erasing
+    solving = torch.empty_like(erasing) if save and p.erase and p.decay == 2 else erasing
     if p.decay == 2:
-        prep_kernel[(p.slots * p.HV,)](
-            q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device), pair_levels(q.device), *keys,
-            *prepared, solving, scale, bound, GATE=form, PRECISE=p.precise, **options,
+        p.launch(
+            prep_kernel, grid, q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device),
+            pair_levels(q.device), *_key_parts(keys), *prepared, solving, scale, bound, *p.lengths,
+            GATE=form, PRECISE=p.precise, **options,
         )  # fmt: skip
     else:
-        prep_head_kernel[(p.slots * p.HV,)](
-            q, k, gate, beta, cu_seqlens, pair_levels(q.device), *prepared, scale, **options
-        )
+        p.launch(
+            prep_head_kernel, grid,
+            q, k, gate, beta, cu_seqlens, pair_levels(q.device), *prepared, scale, *p.lengths, **options,
+        )  # fmt: skip
     segments = 1 if save else num_segments(p)
     _scan(p, segments, (v, *_scan_keys(p, q, k, keys), *rows, total, scores, solving, state), cu_seqlens,
           (o, errors, states, final), save)  # fmt: skip
@@ -214,27 +233,32 @@ def _scan(p, segments, inputs, cu_seqlens, outputs, save):
     fills = p.decay == 2 and not save and p.N * p.HV * ((p.V + wide[0] - 1) // wide[0]) >= FULL_GRID
     BV, warps, stages = wide if fills else p.blocks.scan
     blocks = (p.V + BV - 1) // BV
-    options = {**p.lengths, "NUM_SEGMENTS": segments, **p.key_sizes, "V": p.V, "BV": BV}
+    lengths = *p.lengths, segments
+    options = {**p.key_sizes, "V": p.V, "BV": BV}
     options |= {**p.gate, "ERASE": p.erase, **p.varlen}
     options |= {"HAS_STATE": state is not None, "SAVE": save, "DT": p.wide_dtype, "num_warps": warps}
     if segments == 1:
-        scan_kernel[(blocks, p.N * p.HV, 1)](
-            *inputs, None, cu_seqlens, *outputs, **options, SEGMENT=0, num_stages=stages
+        grid = blocks, p.N * p.HV, 1
+        p.launch(
+            scan_kernel, grid, *inputs, None, cu_seqlens, *outputs, *lengths, **options, SEGMENT=0, num_stages=stages
         )
         return
     VP = blocks * BV
     between = torch.empty(p.N * p.HV, segments, VP + p.KP, p.KP, dtype=torch.float32, device=inputs[0].device)
     # twice as many programs here: two stages leave room for two of them on a processor
-    scan_kernel[(blocks + p.KP // BV, p.N * p.HV, segments)](
-        *inputs, between, cu_seqlens, *outputs, **options, SEGMENT=1, num_stages=min(stages, 2)
-    )
-    merge_kernel[(VP // 16, p.N * p.HV)](
+    p.launch(
+        scan_kernel, (blocks + p.KP // BV, p.N * p.HV, segments),
+        *inputs, between, cu_seqlens, *outputs, *lengths, **options, SEGMENT=1, num_stages=min(stages, 2),
+    )  # fmt: skip
+    p.launch(
+        merge_kernel, (VP // 16, p.N * p.HV, 1),
         state, between, segments, K=p.K, KP=p.KP, V=p.V, VP=VP, BV=16, HAS_STATE=state is not None,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    scan_kernel[(blocks, p.N * p.HV, segments)](
-        *inputs, between, cu_seqlens, *outputs, **options, SEGMENT=2, num_stages=stages
-    )
+    p.launch(
+        scan_kernel, (blocks, p.N * p.HV, segments),
+        *inputs, between, cu_seqlens, *outputs, *lengths, **options, SEGMENT=2, num_stages=stages,
+    )  # fmt: skip
 
 
 def _forward_buffers(p, q, v, save):
@@ -244,42 +268,42 @@ def _forward_buffers(p, q, v, save):
     per_channel = p.decay == 2
     o = torch.empty_like(v)
     final = new(p.N, p.HV, p.K, p.V)
-    keys = new(p.slots if per_channel else 0, p.HV, 3, CHUNK, p.KP, dtype=p.dtype)
+    keys = new(p.slots, p.HV, 3, CHUNK, p.KP, dtype=p.dtype) if per_channel else None
     rows = new(1 if per_channel else 4, p.slots, p.HV, CHUNK)
-    norms = new(2, p.slots, p.HV, CHUNK) if p.qk_norm else new(2, 0)
+    norms = new(2, p.slots, p.HV, CHUNK) if p.qk_norm else None
     total = new(p.slots, p.HV, p.KP) if per_channel else new(p.slots, p.HV)
     scores = new(p.slots, p.HV, CHUNK, CHUNK, dtype=p.dtype)
-    erasing = torch.empty_like(scores) if p.erase else new(0, dtype=p.dtype)
-    errors = torch.empty_like(v, dtype=p.dtype) if save and p.erase else new(0, dtype=p.dtype)
-    states = new(p.slots, p.HV, p.V, p.KP, dtype=p.dtype) if save else new(0, dtype=p.dtype)
+    erasing = torch.empty_like(scores) if p.erase else None
+    errors = torch.empty_like(v, dtype=p.dtype) if save and p.erase else None
+    states = new(p.slots, p.HV, p.V, p.KP, dtype=p.dtype) if save else None
     return o, final, keys, rows, norms, total, scores, erasing, errors, states
 
 
 def _parts(x, count):
-    """The tensors that share an allocation; of fewer the first for those that are not read."""
-    parts = x.unbind() if x.numel() else (x,)
-    return *parts, *parts[:1] * (count - len(parts))
+    """The tensors that share an allocation, None for those that are not there."""
+    parts = () if x is None else x.unbind()
+    return *parts, *(None,) * (count - len(parts))
 
 
 def _key_parts(keys):
     """scale q e^G, -W and k e^{G_C - G} of every slot. The first lies behind the second: one product reads both."""
-    return keys[:, :, 1], keys[:, :, 0], keys[:, :, 2]
+    k_in, q_in, k_out = keys.unbind(2)
+    return q_in, k_in, k_out
 
 
 def _scan_keys(p, q, k, keys):
     """What the scans read: prepared keys, or the inputs, whose decays per head are row factors."""
-    return keys if p.decay == 2 else (q, k, k)
+    return _key_parts(keys) if p.decay == 2 else (q, k, k)
 
 
 def _backward(
-    do: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gate: Tensor | None,
-    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, o: Tensor, keys: Tensor, rows: Tensor,
-    norms: Tensor, total: Tensor, scores: Tensor, erasing: Tensor, errors: Tensor, states: Tensor, erase: bool,
-    scale: float, form: int, bound: float, qk_norm: bool, raw_beta: bool, has_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log and dt_bias, empty for
+    do, d_final, q, k, v, beta, gate, A_log, dt_bias, cu_seqlens, o, keys, rows, norms, total, scores, erasing, errors,
+    states, erase, scale, form, bound, qk_norm, raw_beta, has_state,
+):  # fmt: skip
+    """Launches the backward kernels. Returns the gradients of q, k, v, beta, gate, state, A_log and dt_bias, None for
     what is absent."""
-    p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
+    saved = o, keys, rows, norms, total, scores, erasing, errors, states
+    p = Problem(q, k, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta, do, d_final, A_log, dt_bias, *saved)
     errors = errors if erase else v
     dv, d_beta, d_states, d_state, parts = _reverse_scan(
         p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, scores, erasing, errors, has_state
@@ -301,13 +325,14 @@ def _reverse_scan(p, do, d_final, q, k, v, beta, cu_seqlens, keys, rows, total, 
     BV, warps, stages = p.blocks.reverse
     blocks = (p.V + BV - 1) // BV
     dv = torch.empty_like(v)
-    d_beta = q.new_empty(0) if beta is None else torch.empty_like(beta)
+    d_beta = None if beta is None else torch.empty_like(beta)
     d_states = q.new_empty(p.slots, p.HV, p.V, p.KP, dtype=p.dtype)
-    d_state = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32) if has_state else q.new_empty(0)
+    d_state = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32) if has_state else None
     parts = q.new_empty(blocks, p.rows, p.HV, dtype=torch.float32)
-    reverse_scan_kernel[(blocks, p.N * p.HV, 1)](
-        do, errors, *_scan_keys(p, q, k, _key_parts(keys)), *_parts(rows, 4), total, scores, erasing, d_final, None,
-        cu_seqlens, dv, parts, d_states, d_state, **p.lengths, NUM_SEGMENTS=1, num_rows=p.rows, **p.key_sizes, V=p.V,
+    p.launch(
+        reverse_scan_kernel, (blocks, p.N * p.HV, 1),
+        do, errors, *_scan_keys(p, q, k, keys), *_parts(rows, 4), total, scores, erasing, d_final, None,
+        cu_seqlens, dv, parts, d_states, d_state, *p.lengths, 1, p.rows, **p.key_sizes, V=p.V,
         BV=BV, **p.gate, ERASE=p.erase, HAS_FINAL=d_final is not None, HAS_STATE=has_state, SEGMENT=0, **p.varlen,
         DT=p.wide_dtype, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -324,15 +349,16 @@ def _head_gradients(p, do, q, k, v, o, beta, gate, cu_seqlens, before, parts, d_
     decaying, constant = (p.blocks.gated, p.blocks.erasing) if p.erase else (p.blocks.decaying, p.blocks.adding)
     BV, warps, stages = decaying if p.decay else constant
     dq, dk = _key_gradients(p, q, k)
-    d_gate = q.new_empty(0) if gate is None else torch.empty_like(gate)
+    d_gate = None if gate is None else torch.empty_like(gate)
     if p.slots:
-        head_gradient_kernel[(p.slots * p.HV,)](
-            q, k, v, o, gate, beta, parts, errors, do, dv, cu_seqlens, *norms, states, d_states,
-            dq, dk, d_beta, d_gate, scale, **p.lengths, num_rows=p.rows, NUM_PARTS=parts.shape[0], **p.key_sizes,
+        p.launch(
+            head_gradient_kernel, (p.slots * p.HV, 1, 1),
+            q, k, v, o, gate, beta, parts, errors, do, dv, cu_seqlens, *_parts(norms, 2), states, d_states,
+            dq, dk, d_beta, d_gate, scale, *p.lengths, p.rows, parts.shape[0], **p.key_sizes,
             V=p.V, BK=MIN_PADDED_K, BV=BV, PARTS=max(2, 1 << (parts.shape[0] - 1).bit_length()), **p.gate, **p.write,
             QK_NORM=p.qk_norm, PRECISE=p.precise, **p.varlen, DT=p.wide_dtype, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return dq, dk, d_gate, q.new_empty(0), q.new_empty(0)
+    return dq, dk, d_gate, None, None
 
 
 def _channel_gradients(
@@ -345,23 +371,26 @@ def _channel_gradients(
     d_gate = torch.empty_like(gate)
     fused = A_log is not None
     # slots past the end of a packed sequence stay unwritten
-    d_rate = q.new_zeros(p.slots, p.HV, blocks, dtype=torch.float32) if fused else q.new_empty(0)
-    d_bias = q.new_zeros(p.slots, p.HV, p.K, dtype=torch.float32) if fused else q.new_empty(0)
+    new = q.new_empty if cu_seqlens is None else q.new_zeros
+    d_rate = new(p.slots, p.HV, blocks, dtype=torch.float32) if fused else None
+    d_bias = new(p.slots, p.HV, p.K, dtype=torch.float32) if fused else None
     pairs = q.new_empty(p.slots, p.HV, CHUNK, 2 * CHUNK, dtype=p.dtype)
     # q . dq, k . dk, and the diagonal of dP
     along = q.new_empty(3, p.slots, p.HV, CHUNK, dtype=torch.float32)
     near = levels_at_once(bound) if form == 2 and not p.precise else 0
     if p.slots:
-        options = {**p.lengths, "V": p.V, "BV": BV, **p.write, **p.varlen, "DT": p.wide_dtype}
-        score_gradient_kernel[(p.slots * p.HV,)](
-            v, o, do, dv, beta, parts, errors, cu_seqlens, pairs, d_beta, *along, scale, num_rows=p.rows,
-            NUM_PARTS=parts.shape[0], HV=p.HV, QK_NORM=p.qk_norm, **options, num_warps=4, num_stages=1,
+        options = {"V": p.V, "BV": BV, **p.write, **p.varlen, "DT": p.wide_dtype}
+        p.launch(
+            score_gradient_kernel, (p.slots * p.HV, 1, 1),
+            v, o, do, dv, beta, parts, errors, cu_seqlens, pairs, d_beta, *along, scale, *p.lengths, p.rows,
+            parts.shape[0], HV=p.HV, QK_NORM=p.qk_norm, **options, num_warps=4, num_stages=1,
         )  # fmt: skip
-        channel_gradient_kernel[(p.slots * p.HV * blocks,)](
+        p.launch(
+            channel_gradient_kernel, (p.slots * p.HV * blocks, 1, 1),
             q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), tail_mask(q.device),
-            pair_masks(q.device), *norms, total, states, d_states, pairs, *along, dq, dk, d_gate, d_rate, d_bias,
-            scale, bound, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=near, STAGES=stages, **options,
-            num_warps=warps, num_stages=1,
+            pair_masks(q.device), *_parts(norms, 2), total, states, d_states, pairs, *along, dq, dk, d_gate,
+            d_rate, d_bias, scale, bound, *p.lengths, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=near,
+            STAGES=stages, **options, num_warps=warps, num_stages=1,
         )  # fmt: skip
     if fused:
         d_rate, d_bias = d_rate.sum((0, 2)).to(A_log.dtype), d_bias.sum(0).view_as(dt_bias).to(dt_bias.dtype)
@@ -370,14 +399,45 @@ def _channel_gradients(
 
 # one name for each copy of this file in a process (the installed package, code from a Hub repository)
 NAMESPACE = f"modeling_kda_{zlib.crc32(__name__.encode()):08x}"
-forward_op = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", _forward, mutates_args=())
-backward_op = torch.library.custom_op(f"{NAMESPACE}::chunk_backward", _backward, mutates_args=())
+
+
+def _present(tensors, like):
+    """An operator returns tensors: empty ones for what is absent."""
+    return tuple(like.new_empty(0) if x is None else x for x in tensors)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunk_forward", mutates_args=())
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gate: Tensor | None, state: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, erase: bool, scale: float,
+    form: int, bound: float, qk_norm: bool, raw_beta: bool, save: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    outputs = _forward(
+        q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, form, bound, qk_norm, raw_beta, save
+    )
+    return _present(outputs, q)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunk_backward", mutates_args=())
+def backward_op(
+    do: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gate: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, o: Tensor, keys: Tensor, rows: Tensor,
+    norms: Tensor, total: Tensor, scores: Tensor, erasing: Tensor, errors: Tensor, states: Tensor, erase: bool,
+    scale: float, form: int, bound: float, qk_norm: bool, raw_beta: bool, has_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gradients = _backward(
+        do, d_final, q, k, v, beta, gate, A_log, dt_bias, cu_seqlens, o, keys, rows, norms, total, scores, erasing,
+        errors, states, erase, scale, form, bound, qk_norm, raw_beta, has_state,
+    )  # fmt: skip
+    return _present(gradients, q)
 
 
 @forward_op.register_fake
 def _(q, k, v, beta, gate, state, A_log, dt_bias, cu_seqlens, erase, scale, form, bound, qk_norm, raw_beta, save):
-    p = Problem(q, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
-    return _forward_buffers(p, q, v, save)
+    p = Problem(q, k, v, beta, gate, cu_seqlens, erase, form, qk_norm, raw_beta)
+    return _present(_forward_buffers(p, q, v, save), q)
 
 
 @backward_op.register_fake
@@ -408,8 +468,9 @@ def _differentiate(ctx, do, d_final, *_, run=backward_op):
     do = torch.zeros_like(v) if do is None else do.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
     gradients = list(run(do, d_final, q, k, v, *rest, *ctx.options, ctx.state is not None))
-    gradients[5] = gradients[5].to(ctx.state)
     gradients = [g if present else None for g, present in zip(gradients, ctx.present, strict=False)]
+    if ctx.state is not None:
+        gradients[5] = gradients[5].to(ctx.state)
     return *gradients, *[None] * 8
 
 

@@ -21,6 +21,36 @@ def on_device(x):
     return torch.cuda.device(x.device)
 
 
+# (device, kinds of tensors) -> (kernel, constants) -> what Triton compiled, and the constants in order
+_compiled = {}
+
+
+def compiled_for(*tensors):
+    """What was compiled for tensors like these, for `launch`: alike are those of the same dtypes and the same 16-byte
+    alignment, on the same device, with the same ones absent. One look for all launches of a call."""
+    kinds = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+    return _compiled.setdefault((tensors[0].device, *kinds), {})
+
+
+def launch(compiled, kernel, grid, args, options):
+    """kernel[grid](*args, **options), where equal launches go to what Triton compiled for the first: its look at every
+    argument is most of a launch's time on the host.
+
+    compiled: of `compiled_for`, with every tensor that args hold and the caller did not allocate itself. grid: three
+    numbers. args: all parameters but the constants, none of them an integer that Triton specializes on. options: the
+    constants, which stand behind them, num_warps and the like, in the same order at every call.
+    """
+    key = id(kernel), *options.values()
+    if key in compiled:
+        binary, constants = compiled[key]
+        binary[grid](*args, *constants)
+        return
+    binary = kernel[grid](*args, **options)
+    # the interpreter compiles nothing
+    if binary is not None:
+        compiled[key] = binary, tuple(options[name] for name in kernel.arg_names[len(args) :])
+
+
 def unfit_tensors(tensors, *, backward):
     """None, or why these named tensors cannot go into one kernel. backward: whether it has one."""
     device = next(iter(tensors.values())).device

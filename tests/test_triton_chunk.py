@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from kernel_reference import assert_close, delta_rule_loop, on_gpu, poison, rmse, run_interpreted  # noqa: E402
 
 from modeling_kda import triton_delta_rule as host  # noqa: E402
+from modeling_kda.triton_launch import compiled_for, launch  # noqa: E402
 
 RULES = {  # decay channels (K: per channel), erase, has beta
     "linear": (0, False, False),
@@ -232,6 +233,48 @@ def test_gates(lowest):
         # below about -20 almost nothing of dlog_decay is left but rounding
         check(rule, T=200, H=2, K=128, V=64, dtype=torch.bfloat16, device="cuda", lowest=lowest, factor=2)
         check(rule, T=200, H=2, K=128, V=64, device="cuda", lowest=lowest, factor=4 if lowest > -1000 else 10)
+
+
+def test_equal_launches_go_to_what_the_first_compiled():
+    compiled, looks = {}, []
+
+    class Kernel:
+        arg_names = "x", "T", "BK", "DT"
+
+        def __getitem__(self, grid):
+            def compile_and_run(*args, **options):
+                looks.append(options["BK"])
+                return {grid: lambda *given: runs.append((*given, "again"))}
+
+            return compile_and_run
+
+    runs, kernel, grid = [], Kernel(), (1, 1, 1)
+    for BK in (64, 128, 64):
+        for T in (5, 6):
+            launch(compiled, kernel, grid, ("x", T), {"DT": "bf16", "BK": BK, "num_warps": 4})
+    assert looks == [64, 128]
+    assert runs == [("x", 6, 64, "bf16", "again"), ("x", 6, 128, "bf16", "again"),
+                    ("x", 5, 64, "bf16", "again"), ("x", 6, 64, "bf16", "again")]  # fmt: skip
+    launch(compiled, Kernel(), grid, ("x", 5), {"DT": "bf16", "BK": 64, "num_warps": 4})
+    assert looks == [64, 128, 64]
+
+
+def test_tensors_that_compile_another_kernel_are_not_alike():
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    alike = compiled_for(x, None)
+    assert compiled_for(x[8:], None) is alike
+    for others in ((x[1:], None), (x.half(), None), (x, x), (x,)):
+        assert compiled_for(*others) is not alike
+
+
+@on_gpu
+def test_inputs_anywhere_in_memory():
+    """Also after a call with the same shapes at multiples of 16 bytes, for which Triton compiles wider loads."""
+    tensors, _ = make_inputs(T=130, H=2, K=64, V=64, dtype=torch.bfloat16, device="cuda")
+    expected = host.triton_chunk_delta_rule(*tensors)
+    moved = [None if x is None else torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in tensors]
+    for a, b in zip(host.triton_chunk_delta_rule(*moved), expected, strict=True):
+        assert_close(a, b, 1e-6)
 
 
 @on_gpu
