@@ -27,12 +27,12 @@ class Blocks(NamedTuple):
 WHOLE, HALF, EXACT = (128, 4, 1), (64, 4, 1), (32, 4, 1)
 # (fp32 inputs, padded K) -> blocks; the number of tokens is no key, so that no length compiles anything anew
 BLOCKS = {
-    (False, 64): Blocks((64, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 8, 3), HALF, WHOLE, WHOLE, WHOLE),
-    (False, 128): Blocks((128, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 8, 3), HALF, WHOLE, WHOLE, WHOLE),
-    (False, 256): Blocks((128, 4, 1), (64, 8, 1), (64, 8, 1), (32, 4, 1), (64, 8, 3), HALF, HALF, HALF, HALF),
-    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
-    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
-    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 8, 1), EXACT, EXACT, EXACT, EXACT),
+    (False, 64): Blocks((64, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 4, 3), HALF, WHOLE, WHOLE, WHOLE),
+    (False, 128): Blocks((128, 4, 1), (32, 4, 3), (64, 4, 3), (32, 4, 3), (64, 4, 3), HALF, WHOLE, WHOLE, WHOLE),
+    (False, 256): Blocks((128, 4, 1), (64, 8, 1), (64, 8, 1), (32, 4, 1), (64, 4, 3), HALF, HALF, HALF, HALF),
+    (True, 64): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
+    (True, 128): Blocks((64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
+    (True, 256): Blocks((128, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), EXACT, EXACT, EXACT, EXACT),
 }
 # Triton 3.6 miscompiles 16-bit products of fewer than 64 columns on Hopper, unless three stages bring their operands:
 # 64 value channels where those do not fit, and keys are padded to 64
@@ -103,19 +103,14 @@ def tail_mask(device):
 
 @kept_per_device
 def pair_masks(device):
-    """[14, 2C, 2C] int16, all bits set where row and column meet; rows and columns are the tokens' queries, then their
-    keys. At level l two tokens are in halves of the same 2^(l+1) rows: the later one's query and key read the other's
-    key, and the earlier one's key collects from the other's query and key. Then for n = 3 ... 6 what reads, and what
-    collects, inside of 2^n rows, at index NUM_LEVELS + 2 (n - 3)."""
-    r = torch.arange(2 * CHUNK, device=device)[:, None]
-    i, j, row_is_key, column_is_key = r % CHUNK, r.T % CHUNK, r >= CHUNK, r.T >= CHUNK
-    masks = [
-        ((i >> level) ^ 1 == j >> level) & torch.where((i >> level) & 1 == 1, column_is_key, row_is_key)
-        for level in range(NUM_LEVELS)
-    ]
+    """[14, C, C] int16, all bits set where two tokens meet: at level l in halves of the same 2^(l+1) rows. Then for
+    n = 3 ... 6 what reads, and what collects, inside of 2^n rows, at index NUM_LEVELS + 2 (n - 3)."""
+    i = torch.arange(CHUNK, device=device)[:, None]
+    j = i.T
+    masks = [(i >> level) ^ 1 == j >> level for level in range(NUM_LEVELS)]
     for n in range(3, NUM_LEVELS + 1):
         same = i >> n == j >> n
-        masks += [same & (i > j) & column_is_key, same & (i < j) & row_is_key]
+        masks += [same & (i > j), same & (i < j)]
     return -torch.stack(masks).short()
 
 

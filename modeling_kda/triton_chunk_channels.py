@@ -1,11 +1,12 @@
 """Triton kernels of the chunked backward pass with decay per channel, every chunk alone. The mathematics and the
 letters are at the head of triton_chunk_forward.py and triton_chunk_backward.py.
 
-A program holds the queries of a chunk over its keys, [2C, channels], so that one product at each level serves readers
-and writers. dP and dN lie beside each other, [C, 2C], below the diagonal what a reader takes, above it the same number
-for the writer. With E = exp(D_b) and z the rows q, then k, rows of later halves read and rows of earlier ones collect:
+dP and dN lie beside each other, [C, 2C], below the diagonal what a reader takes, above it the same number for the
+writer. At a level rows of later halves read and rows of earlier ones collect. With E = exp(D_b), and of dP and dN what
+lies where two tokens meet at this level:
 
-    [dq; dk] += E (M (E z)),   later rows of M: [0 dP; 0 dN],   earlier rows: [0 0; dP dN]
+    dq += E (dP (E k))                 later rows of dP
+    dk += E (dP (E q) + dN (E k))      earlier rows of dP, all rows of dN
 
 Where the gate has a bound, the levels whose 2^n rows decay by no more than 2^-128 are done at once: readers with the
 decay E from the first of these rows, times the root of what the bound allows, writers with 1 / E. Neither leaves
@@ -38,7 +39,7 @@ from .triton_chunk_common import (
 )
 
 SIZES = [*LENGTHS, "num_rows", "NUM_PARTS"]
-# keys of one program; 32 are slower, two programs of 128 registers each on a processor or one
+# key channels of one program; products of fewer than 64 columns go wrong, and with more the registers do not suffice
 CHANNELS = 64
 
 
@@ -63,26 +64,89 @@ def scaled(x, e, DT: tl.constexpr):
 
 
 @triton.jit
-def load_step_rows(steps, i_m, m_vector, BT: tl.constexpr):
-    """Matrix i_m of `steps` for both halves of rows. m_vector: the vectors of 8 columns that hold any ones; masks of
-    those load no other bytes."""
-    o_i = tl.arange(0, 2 * BT) % BT
-    p_steps = steps + i_m * BT * BT + o_i[:, None] * BT + tl.arange(0, BT)[None, :]
-    return tl.load(p_steps, mask=m_vector, other=0.0)
+def add_product(total, x, y):
+    """total + x y in fp32; 16-bit x stays packed in registers."""
+    if HAS_PTX and x.dtype == tl.bfloat16:
+        total = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 a, b;
+            shl.b32 a, $2, 16;
+            and.b32 b, $2, 0xffff0000;
+            fma.rn.f32 $0, a, $3, $5;
+            fma.rn.f32 $1, b, $4, $6;
+            }""",
+            "=f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        total += x.to(tl.float32) * y
+    return total
 
 
 @triton.jit
-def sums_from(tails, b_g, BT: tl.constexpr, PRECISE: tl.constexpr):
-    """Sums over the tokens from each one on and over both halves of rows: in two bf16 parts, in three for fp32."""
-    o_i = tl.arange(0, 2 * BT) % BT
-    m = tl.load(tails + tl.arange(0, BT)[:, None] * BT + o_i[None, :])
+def reciprocal(x):
+    """1 / x, computed anew where the compiler would keep an equal one in registers."""
+    if HAS_PTX:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
+    else:
+        y = 1.0 / x
+    return y
+
+
+@triton.jit
+def load_square(
+    x, m_vector, ROW: tl.constexpr, BT: tl.constexpr, OTHER: tl.constexpr = 0, AGAIN: tl.constexpr = False
+):  # fmt: skip
+    """A matrix [BT, BT] with rows of ROW numbers. m_vector: the vectors of 8 columns that hold what counts; no other
+    bytes are loaded. AGAIN: by a policy of its own, or the compiler would keep an equal one in registers."""
+    o_i = tl.arange(0, BT)
+    p_x = x + o_i[:, None] * ROW + o_i[None, :]
+    return tl.load(p_x, mask=m_vector, other=OTHER, eviction_policy="evict_first" if AGAIN else "")
+
+
+@triton.jit
+def load_level_steps(steps, i_l, BT: tl.constexpr):
+    """The steps between each token and the middle of its 2^(i_l + 1)."""
+    o_i = tl.arange(0, BT)
+    # below level 3 the vectors that hold the steps hold others, too
+    level = tl.maximum(i_l + 1, 3)
+    m_step = tl.max_constancy((o_i >> level)[:, None] == (o_i >> level)[None, :], [1, 8])
+    return load_square(steps + i_l * (BT * BT), m_step, BT, BT)
+
+
+@triton.jit
+def pair_vectors(i_l, m_row, BT: tl.constexpr):
+    """The vectors of 8 columns in rows m_row where two tokens meet at level i_l, and below level 3 others, too."""
+    level = tl.maximum(i_l, 3)
+    o_i = tl.arange(0, BT) >> level
+    return tl.max_constancy((o_i[:, None] == (o_i ^ (tl.minimum(i_l, 3) // 3))[None, :]) & m_row[:, None], [1, 8])
+
+
+@triton.jit
+def load_level_bits(pairs, i_l, m_pair, BT: tl.constexpr):
+    """The pairs that meet at level i_l; from level 3 on `m_pair` tells them already."""
+    return load_square(pairs + i_l * (BT * BT), m_pair & (i_l < 3), BT, BT, OTHER=-1)
+
+
+@triton.jit
+def together(x, y):
+    """x and y, of 16 bits: both are loaded before either goes to shared memory, or the compiler waits for each."""
+    if HAS_PTX and x.dtype.primitive_bitwidth == 16 and y.dtype.primitive_bitwidth == 16:
+        x, y = tl.inline_asm_elementwise(
+            "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [x, y], dtype=(x.dtype, y.dtype), is_pure=False, pack=2
+        )  # fmt: skip
+    return x, y
+
+
+@triton.jit
+def sums_from(m, b_g, PRECISE: tl.constexpr):
+    """Sums over the tokens from each one on, m of 0 and 1: in two bf16 parts, in three for fp32."""
     if PRECISE:
         b_sum = exact_dot(m, b_g)
     else:
         hi = b_g.to(BF16_OPERAND)
         lo = (b_g - hi.to(tl.float32)).to(BF16_OPERAND)
         m = m.to(BF16_OPERAND)
-        b_sum = tl.dot(m, hi) + tl.dot(m, lo)
+        b_sum = tl.dot(m, lo, tl.dot(m, hi))
     return b_sum
 
 
@@ -169,8 +233,8 @@ def channel_gradient_kernel(
     chunk. d_rate and d_bias: this chunk's share of the gradients of A_log and dt_bias. NEAR: how many levels the bound
     of the gate allows to do at once, 0 for none.
 
-    What costs time here are the bytes between L2 and a processor, those of spilled registers among them, and loads
-    that wait for results: 8 warps share the rows, no matrix is loaded where it is 0, and what can be is loaded first.
+    What costs time here are loads that wait for results, and the bytes between L2 and a processor: two programs of 4
+    warps share a processor, no matrix is loaded where it is 0, and what can be is loaded first.
     """
     # the blocks of channels of one chunk beside each other, so that the second finds in L2 what the first has read
     i_k = tl.program_id(0) % (KP // BK)
@@ -179,64 +243,97 @@ def channel_gradient_kernel(
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)
     if i_t * BT >= length:
         return
-    # rows: the tokens' queries, then their keys
-    o_r = tl.arange(0, 2 * BT)
-    is_key = o_r >= BT
-    o_i = o_r % BT
-    o_j = tl.arange(0, BT)
+    o_i = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
     m_t = i_t * BT + o_i < length
-    m_j = i_t * BT + o_j < length
     m_k = o_k < K
     m_tk = m_t[:, None] & m_k[None, :]
-    m_jk = m_j[:, None] & m_k[None, :]
     first_row = bos + i_t * BT
     i_row = first_row * HV + i_hv
     slot = i_s.to(tl.int64) * HV + i_hv
     key_row = (first_row * H + i_hv // (HV // H)) * K
     chunk_states += slot * V * KP
     d_states += slot * V * KP
+    d_pairs += slot * (2 * BT * BT)
     # 64-bit, because the compiler can fold the distances between those into the loads
     o_t = o_i.to(tl.int64)[:, None]
-    o_gate = o_j.to(tl.int64)[:, None] * (HV * K) + o_k[None, :]
+    o_gate = i_row * K + o_t * (HV * K) + o_k[None, :]
     o_key = key_row + o_t * (H * K) + o_k[None, :]
-    p_rows = tl.where(is_key[:, None], k + o_key, q + o_key)
     o_norm = slot * BT + o_i
 
     # all loads, then what is computed from them
     rate = 1.0
-    log_decay += i_row * K
-    b_y = tl.load(log_decay + o_gate, mask=m_jk, other=0.0)
-    b_z = tl.load(p_rows, mask=m_tk, other=0.0)
+    b_y = tl.load(log_decay + o_gate, mask=m_tk, other=0.0)
+    b_q = tl.load(q + o_key, mask=m_tk, other=0.0)
+    b_k = tl.load(k + o_key, mask=m_tk, other=0.0)
     if GATE:
         rate = tl.load(A_log + i_hv).to(tl.float32)
         dt_bias += i_hv * K
         b_bias = tl.load(dt_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
     if QK_NORM:
-        b_norm = tl.load(tl.where(is_key, norm_k + o_norm, norm_q + o_norm))
+        b_rq = tl.load(norm_q + o_norm)
+        b_rk = tl.load(norm_k + o_norm)
     b_beta = load_beta(beta, i_row, o_i * HV, m_t, HAS_BETA, RAW_BETA)
-    # vectors of 8 columns are all inside a mask or all outside
-    m_step = tl.max_constancy((o_j >> 3)[None, :] <= (o_i >> 3)[:, None], [1, 8])
-    b_up = load_step_rows(steps, NUM_LEVELS, m_step, BT)
-    m_step = tl.max_constancy((o_j >> 3)[None, :] >= (o_i >> 3)[:, None], [1, 8])
-    b_down = load_step_rows(steps, NUM_LEVELS + 1, m_step, BT)
-    if NEAR:
-        m_step = tl.max_constancy((o_i >> NEAR)[:, None] == (o_j >> NEAR)[None, :], [1, 8])
-        b_near = load_step_rows(steps, NUM_LEVELS + NEAR - 1, m_step, BT)
     b_y = b_y.to(tl.float32)
     if GATE:
         rate = tl.exp(rate)
         b_y += b_bias[None, :]
-    b_g = activate_gate(b_y, rate, lower_bound, m_jk, LOG2_E, GATE, PRECISE)
+    b_g = activate_gate(b_y, rate, lower_bound, m_tk, LOG2_E, GATE, PRECISE)
     if not PRECISE:
         b_g = b_g.to(tl.float16)
     if QK_NORM:
-        b_z = scaled(b_z, b_norm[:, None] + tl.zeros([2 * BT, BK], tl.float32), DT)
+        b_q = scaled(b_q, b_rq[:, None] + tl.zeros([BT, BK], tl.float32), DT)
+        b_k = scaled(b_k, b_rk[:, None] + tl.zeros([BT, BK], tl.float32), DT)
 
-    # what goes through the states
-    b_x = tl.zeros([2 * BT, BK], tl.float32)
-    b_kn = tl.zeros([2 * BT, BK], tl.float32)
-    b_through = tl.zeros([BV, BK], tl.float32)
+    # the queries, then the keys, so that the registers need not hold both
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        o_v = i_v + tl.arange(0, BV)
+        o_block = i_row * V + o_t * (HV * V) + o_v[None, :]
+        b_r = tl.load(do + o_block, mask=m_t[:, None] & (o_v < V)[None, :], other=0.0)
+        p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
+        b_s = tl.load(chunk_states + p_state, mask=(o_v < V)[:, None], other=0.0)
+        b_dq = tl.dot(b_r.to(DT), b_s.to(DT), b_dq, input_precision="tf32x3")
+    # vectors of 8 columns are all inside a mask or all outside
+    m_step = tl.max_constancy((o_i >> 3)[None, :] <= (o_i >> 3)[:, None], [1, 8])
+    b_up = load_square(steps + NUM_LEVELS * BT * BT, m_step, BT, BT)
+    b_dq *= exp2_flushed(sum_steps(b_up, b_g, PRECISE), AGAIN=True) * scale
+    b_dg = add_product(tl.zeros_like(b_dq), b_q, b_dq)
+    if NEAR:
+        m_near = tl.max_constancy((o_i >> NEAR)[:, None] == (o_i >> NEAR)[None, :], [1, 8])
+        p_bits = pairs + (NUM_LEVELS + 2 * NEAR - 6) * (BT * BT)
+        b_near = load_square(steps + (NUM_LEVELS + NEAR - 1) * BT * BT, m_near, BT, BT)
+        near_shift = lower_bound * ((2**NEAR - 1) * 0.5 * LOG2_E)
+        b_p = keep_bits(load_square(d_pairs, m_near, 2 * BT, BT), load_square(p_bits, m_near, BT, BT), PRECISE)
+        b_near, b_p = together(b_near, b_p)
+        b_e = exp2_flushed(sum_steps(b_near, b_g, PRECISE) - near_shift)
+        b_x = tl.dot(b_p.to(DT), scaled(b_k, reciprocal(b_e), DT), input_precision="tf32x3")
+        b_dq += b_e * b_x
+        b_dg = add_product(b_dg, scaled(b_q, b_e, DT), b_x)
+    for i_l in range(NEAR, NUM_LEVELS):
+        later = ((o_i >> i_l) & 1) == 1
+        m_pair = pair_vectors(i_l, later, BT)
+        b_p = load_square(d_pairs, m_pair, 2 * BT, BT)
+        b_m = load_level_steps(steps, i_l, BT)
+        if NEAR == 0:
+            b_p = keep_bits(b_p, load_level_bits(pairs, i_l, m_pair, BT), PRECISE)
+        b_m, b_p = together(b_m, b_p)
+        b_e = exp2_flushed(sum_steps(b_m, b_g, PRECISE), AGAIN=True)
+        b_w = scaled(b_k, b_e, DT)
+        b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
+        b_dq += b_e * b_x
+        b_dg = add_product(b_dg, scaled(b_q, b_e, DT), b_x)
+    # a pair of a token with itself: the query reads its own key, which no step decays
+    b_dq = add_product(b_dq, b_k, tl.load(own + o_norm)[:, None] + tl.zeros_like(b_dq))
+    if QK_NORM:
+        b_dq = add_product(b_dq, b_q, tl.zeros_like(b_dq) - tl.load(along_q + o_norm)[:, None])
+        # a load with a policy of its own, or the compiler would keep the first one in registers all the time
+        b_dq *= tl.load(norm_q + o_norm, eviction_policy="evict_first")[:, None]
+    tl.store(dq + o_gate, b_dq.to(dq.dtype.element_ty), mask=m_tk)
+
+    b_dk = tl.zeros([BT, BK], tl.float32)
+    b_kn = tl.zeros([BT, BK], tl.float32)
+    b_through = tl.zeros([BV // 4, BK], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         o_v = i_v + tl.arange(0, BV)
         m_v = (o_v < V)[:, None]
@@ -245,87 +342,84 @@ def channel_gradient_kernel(
         p_state = o_v.to(tl.int64)[:, None] * KP + o_k[None, :]
         b_s = tl.load(chunk_states + p_state, mask=m_v, other=0.0)
         b_ds = tl.load(d_states + p_state, mask=m_v, other=0.0)
-        b_through += b_s.to(tl.float32) * b_ds.to(tl.float32)
+        b_through += tl.sum(tl.reshape(b_s.to(tl.float32) * b_ds.to(tl.float32), [4, BV // 4, BK]), 0)
         if ERASE:
-            b_r = tl.load(tl.where(is_key[:, None], dv + o_block, do + o_block), mask=m_tv, other=0.0)
-        else:
-            b_r = tl.load(do + o_block, mask=m_tv & (o_r < BT)[:, None], other=0.0)
-        b_x = tl.dot(b_r.to(DT), b_s.to(DT), b_x, input_precision="tf32x3")
-        b_u = tl.load(errors + o_block, mask=m_tv & is_key[:, None], other=0.0)
+            b_r = tl.load(dv + o_block, mask=m_tv, other=0.0)
+            b_dk = tl.dot(b_r.to(DT), b_s.to(DT), b_dk, input_precision="tf32x3")
+        b_u = tl.load(errors + o_block, mask=m_tv, other=0.0)
         b_kn = tl.dot(b_u.to(DT), b_ds.to(DT), b_kn, input_precision="tf32x3")
-    b_d = b_x * exp2_flushed(sum_steps(b_up, b_g, PRECISE))
-    b_d *= tl.where(is_key, -1.0, scale)[:, None]
-    b_dg = b_z.to(tl.float32) * b_d
+    m_step = tl.max_constancy((o_i >> 3)[None, :] >= (o_i >> 3)[:, None], [1, 8])
+    b_down = load_square(steps + (NUM_LEVELS + 1) * BT * BT, m_step, BT, BT)
+    if ERASE:
+        m_step = tl.max_constancy((o_i >> 3)[None, :] <= (o_i >> 3)[:, None], [1, 8])
+        b_up = load_square(steps + NUM_LEVELS * BT * BT, m_step, BT, BT)
+        b_up, b_down = together(b_up, b_down)
+        b_dk *= -exp2_flushed(sum_steps(b_up, b_g, PRECISE), AGAIN=True)
+        b_dg = add_product(b_dg, b_k, b_dk)
     b_kn *= exp2_flushed(sum_steps(b_down, b_g, PRECISE)) * b_beta[:, None]
-    b_d += b_kn
-    b_kn *= b_z.to(tl.float32)
+    b_dk += b_kn
+    b_kn = add_product(tl.zeros_like(b_kn), b_k, b_kn)
     # into the last row, which all steps collect
     b_left = tl.sum(b_through, 0) * tl.load(total + slot * KP + o_k) + tl.sum(b_kn, 0)
-    b_dg += tl.where((o_r == 2 * BT - 1)[:, None], b_left[None, :], 0.0) - b_kn
-
-    # a reader's row of dP for a query, of dN for a key, stands under the keys' columns, a writer's under both
-    p_pair = d_pairs + slot * (2 * BT * BT) + o_i.to(tl.int64)[:, None] * (2 * BT) + o_r[None, :]
-    o_reader = tl.where(is_key, 0, -BT)
+    b_dg += tl.where((o_i == BT - 1)[:, None], b_left[None, :], 0.0) - b_kn
     if NEAR:
-        b_e = sum_steps(b_near, b_g, PRECISE) - lower_bound * ((2**NEAR - 1) * 0.5 * LOG2_E)
-        m_near = (o_i >> NEAR)[:, None] == (o_i >> NEAR)[None, :]
-        m_pair = tl.max_constancy(m_near & is_key[None, :], [1, 8])
-        p_bits = pairs + (NUM_LEVELS + 2 * NEAR - 6) * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
-        b_p = tl.load(p_pair + o_reader[:, None], mask=m_pair, other=0.0)
-        b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
-        b_w = scaled(b_z, exp2_flushed(-b_e, AGAIN=True), DT)
-        b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
-        b_y = exp2_flushed(b_e, AGAIN=True)
-        b_w = scaled(b_z, b_y, DT)
-        b_d += b_y * b_x
-        b_dg += b_w.to(tl.float32) * b_x
-        m_pair = tl.max_constancy(m_near & is_key[:, None], [1, 8])
-        b_p = tl.load(p_pair, mask=m_pair, other=0.0)
-        b_p = keep_bits(b_p, tl.load(p_bits + 4 * BT * BT, mask=m_pair, other=0), PRECISE)
-        b_x = tl.dot(b_p.to(DT), b_w, input_precision="tf32x3")
-        b_y = exp2_flushed(-b_e, AGAIN=True)
-        b_d += b_y * b_x
-        b_dg -= scaled(b_z, b_y, DT).to(tl.float32) * b_x
-
+        b_near = load_square(steps + (NUM_LEVELS + NEAR - 1) * BT * BT, m_near, BT, BT, AGAIN=True)
+        b_p = load_square(d_pairs, m_near, 2 * BT, BT, AGAIN=True)
+        b_bits = load_square(p_bits + BT * BT, m_near, BT, BT)
+        if ERASE:
+            b_n = load_square(d_pairs + BT, m_near, 2 * BT, BT)
+            b_read = keep_bits(b_n, load_square(p_bits, m_near, BT, BT, AGAIN=True), PRECISE)
+            b_near, b_n = together(b_near, keep_bits(b_n, b_bits, PRECISE))
+            b_near, b_read = together(b_near, b_read)
+        b_near, b_p = together(b_near, keep_bits(b_p, b_bits, PRECISE))
+        b_e = exp2_flushed(sum_steps(b_near, b_g, PRECISE) - near_shift)
+        if ERASE:
+            b_x = tl.dot(b_read.to(DT), scaled(b_k, reciprocal(b_e), DT), input_precision="tf32x3")
+            b_dk += b_e * b_x
+            b_dg = add_product(b_dg, scaled(b_k, b_e, DT), b_x)
+        b_x = tl.dot(b_p.to(DT), scaled(b_q, b_e, DT), input_precision="tf32x3")
+        if ERASE:
+            b_x = tl.dot(b_n.to(DT), scaled(b_k, b_e, DT), b_x, input_precision="tf32x3")
+        b_e = reciprocal(b_e)
+        b_dk += b_e * b_x
+        b_dg = add_product(b_dg, scaled(b_k, b_e, DT), -b_x)
     for i_l in range(NEAR, NUM_LEVELS):
         later = ((o_i >> i_l) & 1) == 1
-        # below level 3 the vectors that hold the pairs hold others, too
-        level = tl.maximum(i_l, 3)
-        m_pair = (o_i >> level)[:, None] == ((o_i >> level) ^ (tl.minimum(i_l, 3) // 3))[None, :]
-        m_pair = tl.max_constancy(m_pair & tl.where(later[:, None], is_key[None, :], is_key[:, None]), [1, 8])
-        b_p = tl.load(p_pair + tl.where(later, o_reader, 0)[:, None], mask=m_pair, other=0.0)
+        m_pair = pair_vectors(i_l, o_i >= 0, BT)
+        b_p = load_square(d_pairs, m_pair & (later == 0)[:, None], 2 * BT, BT)
+        if ERASE:
+            b_n = load_square(d_pairs + BT, m_pair, 2 * BT, BT)
+        b_m = load_level_steps(steps, i_l, BT)
         if NEAR == 0:
-            p_bits = pairs + i_l * (4 * BT * BT) + o_r[:, None] * (2 * BT) + o_r[None, :]
-            b_p = keep_bits(b_p, tl.load(p_bits, mask=m_pair, other=0), PRECISE)
-        level = tl.maximum(i_l + 1, 3)
-        m_step = tl.max_constancy((o_i >> level)[:, None] == (o_j >> level)[None, :], [1, 8])
-        b_e = exp2_flushed(sum_steps(load_step_rows(steps, i_l, m_step, BT), b_g, PRECISE))
-        b_w = scaled(b_z, b_e, DT)
-        b_x = tl.dot(b_p.to(DT), b_w, tl.zeros_like(b_e), input_precision="tf32x3")
-        b_d += b_e * b_x
-        b_dg += (b_w.to(tl.float32) * tl.where(later, 1.0, -1.0)[:, None]) * b_x
-
-    # pairs of a token with itself: each query reads its own key, which no step decays
-    b_own = tl.load(own + o_norm)
+            b_bits = load_level_bits(pairs, i_l, m_pair, BT)
+            b_p = keep_bits(b_p, b_bits, PRECISE)
+            if ERASE:
+                b_n = keep_bits(b_n, b_bits, PRECISE)
+        b_m, b_p = together(b_m, b_p)
+        if ERASE:
+            b_m, b_n = together(b_m, b_n)
+        b_e = exp2_flushed(sum_steps(b_m, b_g, PRECISE), AGAIN=True)
+        b_x = tl.dot(b_p.to(DT), scaled(b_q, b_e, DT), input_precision="tf32x3")
+        b_w = scaled(b_k, b_e, DT)
+        if ERASE:
+            b_x = tl.dot(b_n.to(DT), b_w, b_x, input_precision="tf32x3")
+        b_dk += b_e * b_x
+        b_dg = add_product(b_dg, b_w, b_x * tl.where(later, 1.0, -1.0)[:, None])
+    b_dk = add_product(b_dk, b_q, tl.load(own + o_norm)[:, None] + tl.zeros_like(b_dk))
     if QK_NORM:
-        b_own *= tl.load(tl.where(is_key, norm_q + o_norm, norm_k + o_norm))
-    b_u = tl.load(tl.where(is_key[:, None], q + o_key, k + o_key), mask=m_tk, other=0.0).to(tl.float32)
-    b_d += b_own[:, None] * b_u
-    # loads with a policy of their own, or the compiler would keep the first ones in registers all the time
-    if QK_NORM:
-        b_r = tl.load(tl.where(is_key, norm_k + o_norm, norm_q + o_norm), eviction_policy="evict_first")
-        b_c = tl.load(tl.where(is_key, along_k + o_norm, along_q + o_norm)) * b_r * b_r
-        b_u = tl.load(p_rows, mask=m_tk, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_d = b_r[:, None] * b_d - b_u * b_c[:, None]
-    o_out = i_row * K + o_t * (HV * K) + o_k[None, :]
-    tl.store(tl.where(is_key[:, None], dk + o_out, dq + o_out), b_d.to(dq.dtype.element_ty), mask=m_tk)
+        b_dk = add_product(b_dk, b_k, tl.zeros_like(b_dk) - tl.load(along_k + o_norm)[:, None])
+        b_dk *= tl.load(norm_k + o_norm, eviction_policy="evict_first")[:, None]
+    tl.store(dk + o_gate, b_dk.to(dk.dtype.element_ty), mask=m_tk)
 
-    b_dg = sums_from(tails, b_dg, BT, PRECISE)
-    b_x = tl.load(log_decay + o_gate, mask=m_jk, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    b_m = tl.load(tails + o_i[:, None] * BT + o_i[None, :])
+    b_x = tl.load(log_decay + o_gate, mask=m_tk, other=0.0, eviction_policy="evict_first")
+    b_m, b_x = together(b_m, b_x)
+    b_x = b_x.to(tl.float32)
+    b_dg = sums_from(b_m, b_dg, PRECISE)
     if GATE:
         b_x += tl.load(dt_bias + o_k, mask=m_k, other=0.0, eviction_policy="evict_first").to(tl.float32)[None, :]
     if GATE == 2:
-        b_share = tl.where(m_jk, fast_sigmoid(b_x, rate), 0.0)
+        b_share = tl.where(m_tk, fast_sigmoid(b_x, rate), 0.0)
         if NEAR == 0:
             # only a deep bound reaches it
             b_share = tl.where(lower_bound * b_share > SMALLEST_LOG_DECAY, b_share, 0.0)
@@ -333,11 +427,11 @@ def channel_gradient_kernel(
         b_dg *= (b_share - b_share * b_share) * tl.maximum(lower_bound * rate, -3e38)
         tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_x))
     else:
-        b_y = activate_gate(b_x, rate, lower_bound, m_jk, 1.0, GATE, PRECISE)
-        b_dg = tl.where(m_jk & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
+        b_y = activate_gate(b_x, rate, lower_bound, m_tk, 1.0, GATE, PRECISE)
+        b_dg = tl.where(m_tk & (b_y > SMALLEST_LOG_DECAY), b_dg, 0.0)
         if GATE == 1:
             tl.store(d_rate + slot * (KP // BK) + i_k, tl.sum(b_dg * b_y))
             b_dg *= -rate * fast_sigmoid(b_x, 1.0)
     if GATE:
         tl.store(d_bias + slot * K + o_k, tl.sum(b_dg, 0), mask=m_k)
-    tl.store(d_gate + i_row * K + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_jk)
+    tl.store(d_gate + o_gate, b_dg.to(d_gate.dtype.element_ty), mask=m_tk)

@@ -169,6 +169,27 @@ def keep_level(x, b_level, i_l, rest, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def keep_levels_below(x, b_level, count, rest, PRECISE: tl.constexpr):
+    """x where two tokens meet at one of the first levels, else rest, which must be 0 where they do."""
+    if HAS_PTX and not PRECISE:
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, n;
+            set.lt.u32.f16x2 m, $2, $3;
+            set.ge.u32.f16x2 n, $2, $5;
+            and.b32 m, m, n;
+            lop3.b32 $0, $1, m, $4, 0xEA;
+            }""",
+            "=r,r,r,r,r,r",
+            [x, b_level, tl.full(b_level.shape, count, tl.float16), rest, tl.zeros_like(b_level)],
+            dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = tl.where((b_level < count) & (b_level >= 0), x, rest)
+    return y
+
+
+@triton.jit
 def keep_bits(x, bits, PRECISE: tl.constexpr):
     """x where all bits are set, 0 where none is."""
     if HAS_PTX and not PRECISE:

@@ -15,7 +15,9 @@ errors, I - diag(beta) Z = (I + diag(beta) N)^-1 carries gradients back.
 No exponent is positive and no factor spans more than it must. Rows i and columns j meet at the level that separates
 them: halves of 2b rows, b = C/2 ... 1. There a row of the right half carries the decay from the middle to itself, a
 row of the left half the decay from itself to the middle, so one tile exp(D_b), D_b a 0/1 matrix times the log-decays,
-serves rows and columns at once, for gates of any size, and a later token never touches an earlier one.
+serves rows and columns at once, for gates of any size, and a later token never touches an earlier one. Where the gate
+has a bound, the levels whose 2^n rows decay by no more than 2^-128 are done at once: a row as reader carries the decay
+from the first of these rows, times the root of what the bound allows, and as writer the inverse of that.
 """
 
 try:
@@ -33,6 +35,7 @@ from .triton_chunk_common import (
     head_decay_matrix,
     head_factors,
     keep_level,
+    keep_levels_below,
     load_beta,
     load_factors,
     load_head_gate,
@@ -90,6 +93,19 @@ def store_solved(b_z, b_x, b_e, x, o_block, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def add_near_products(m, b_q, b_k, b_g, shift, b_qk, b_kk, ERASE: tl.constexpr):
+    """q k^T and k k^T with the decays inside of the rows that m sums from the first of: a reader has its own, times
+    2^-shift, and a writer the inverse. Such numbers are outside the range of fp16."""
+    b_e = sum_steps(m, b_g, False) - shift
+    b_w = (b_k.to(tl.float32) * exp2_flushed(-b_e)).to(BF16_OPERAND)
+    b_e = exp2_flushed(b_e)
+    b_qk = tl.dot((b_q.to(tl.float32) * b_e).to(BF16_OPERAND), tl.trans(b_w), b_qk)
+    if ERASE:
+        b_kk = tl.dot((b_k.to(tl.float32) * b_e).to(BF16_OPERAND), tl.trans(b_w), b_kk)
+    return b_qk, b_kk
+
+
+@triton.jit
 def erasing_matrix(
     b_n, b_beta, b_level, BT: tl.constexpr, NUM_LEVELS: tl.constexpr, PRECISE: tl.constexpr, DT: tl.constexpr
 ):
@@ -117,7 +133,7 @@ def prep_kernel(
     BT: tl.constexpr, NUM_LEVELS: tl.constexpr, BK: tl.constexpr,
     DECAY: tl.constexpr, ERASE: tl.constexpr, HAS_BETA: tl.constexpr,
     QK_NORM: tl.constexpr, GATE: tl.constexpr, RAW_BETA: tl.constexpr,
-    PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
+    NEAR: tl.constexpr, PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """P, Z and X of one chunk of one value head with decay per channel, scale q e^G, -W, k e^{G_C - G} and e^{G_C}.
     DT: dtype of the operands that are multiplied here. The key channels are taken in one block or two."""
@@ -194,11 +210,24 @@ def prep_kernel(
     if KP > BK:
         store_decayed(b_k1, exp2_flushed(sum_steps(m, b_g1, PRECISE)), k_out, o_block + BK)
 
+    b_qk = tl.zeros([BT, BT], tl.float32)
+    b_kk = tl.zeros([BT, BT], tl.float32)
+    if NEAR:
+        m = load_steps(steps, NUM_LEVELS + NEAR - 1, BT)
+        shift = lower_bound * ((2**NEAR - 1) * 0.5 * LOG2_E)
+        b_qk, b_kk = add_near_products(m, b_q, b_k, b_g, shift, b_qk, b_kk, ERASE)
+        if KP > BK:
+            b_qk, b_kk = add_near_products(m, b_q1, b_k1, b_g1, shift, b_qk, b_kk, ERASE)
+    # the table of levels, and what it chooses from, only after those products, which need the registers
     b_level = tl.load(levels + o_i[:, None] * BT + o_i[None, :])
     PT: tl.constexpr = scores.dtype.element_ty
     b_n = tl.zeros([BT, BT], DT)
     b_p = tl.where(o_i[:, None] == o_i[None, :], b_diagonal, 0.0).to(PT)
-    for i_l in range(NUM_LEVELS):
+    if NEAR:
+        b_p = keep_levels_below(b_qk.to(PT), b_level, NEAR, b_p, PRECISE)
+        if ERASE:
+            b_n = keep_levels_below(b_kk.to(DT), b_level, NEAR, b_n, PRECISE)
+    for i_l in range(NEAR, NUM_LEVELS):
         m = load_steps(steps, i_l, BT)
         b_e = exp2_flushed(sum_steps(m, b_g, PRECISE)).to(DT)
         b_ke = b_k * b_e

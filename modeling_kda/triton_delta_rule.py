@@ -162,11 +162,16 @@ class Problem:
         self.varlen = {"IS_VARLEN": cu_seqlens is not None, "BT": CHUNK}
         self.write = {"ERASE": erase, "HAS_BETA": beta is not None, "RAW_BETA": raw_beta}
         self.gate = {"DECAY": self.decay}
+        self.form = form
         self.activations = {"QK_NORM": qk_norm, "GATE": form, "PRECISE": self.precise}
         # keys are expected to be about unit vectors where they erase, so that fp16 gains precision and cannot overflow
         narrow = erase or self.decay == 2
         self.wide_dtype = tl.float32 if self.precise else BF16_OPERAND.value
         self.prep_dtype = tl.float16 if narrow and not self.precise else self.wide_dtype
+
+    def near(self, bound):
+        """How many levels kernels do at once: more than none where the gate has a bound, and not in fp32."""
+        return levels_at_once(bound) if self.form == 2 and not self.precise else 0
 
     @cached_property
     def compiled(self):
@@ -200,7 +205,7 @@ def _forward(
         p.launch(
             prep_kernel, grid, q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device),
             pair_levels(q.device), *_key_parts(keys), *prepared, solving, scale, bound, *p.lengths,
-            GATE=form, PRECISE=p.precise, **options,
+            GATE=form, NEAR=p.near(bound), PRECISE=p.precise, **options,
         )  # fmt: skip
     else:
         p.launch(
@@ -377,7 +382,6 @@ def _channel_gradients(
     pairs = q.new_empty(p.slots, p.HV, CHUNK, 2 * CHUNK, dtype=p.dtype)
     # q . dq, k . dk, and the diagonal of dP
     along = q.new_empty(3, p.slots, p.HV, CHUNK, dtype=torch.float32)
-    near = levels_at_once(bound) if form == 2 and not p.precise else 0
     if p.slots:
         options = {"V": p.V, "BV": BV, **p.write, **p.varlen, "DT": p.wide_dtype}
         p.launch(
@@ -389,7 +393,7 @@ def _channel_gradients(
             channel_gradient_kernel, (p.slots * p.HV * blocks, 1, 1),
             q, k, gate, beta, errors, do, dv, A_log, dt_bias, cu_seqlens, step_masks(q.device), tail_mask(q.device),
             pair_masks(q.device), *_parts(norms, 2), total, states, d_states, pairs, *along, dq, dk, d_gate,
-            d_rate, d_bias, scale, bound, *p.lengths, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=near,
+            d_rate, d_bias, scale, bound, *p.lengths, **p.key_sizes, BK=CHANNELS, **p.activations, NEAR=p.near(bound),
             STAGES=stages, **options, num_warps=warps, num_stages=1,
         )  # fmt: skip
     if fused:
