@@ -15,7 +15,7 @@ from modeling_kda import triton_delta_rule as host  # noqa: E402
 KERNELS = ("prep_kernel", "prep_head_kernel", "scan_kernel", "reverse_scan_kernel", "score_gradient_kernel",
            "channel_gradient_kernel", "head_gradient_kernel")  # fmt: skip
 # bytes of registers that ptxas may keep in memory: the kernel with six levels does not fit in 255 registers, nor do
-# four matrices of a chunk on sm_80; two programs of gradients that spill on a processor are faster than one that does not
+# four matrices of a chunk on sm_80; and two programs of gradients on a processor that spill beat one that does not
 SPILLS = {
     "prep_kernel": 384,
     "prep_head_kernel": 64,

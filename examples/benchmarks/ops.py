@@ -6,8 +6,8 @@ installed.
 Everything a case times is first compared with the chunked recurrence of PyTorch in fp64: outputs, and the gradient of
 every input. KDA is timed as layers call it, from the outputs of their projections: unit queries and keys, the gate and
 the sigmoid of beta are inside. Times are medians over device events. Beside them stands what the kernels alone take,
-which is less where a device waits for its host. The roofline is the bytes that any implementation must move, inputs and
-outputs once, at the speed of a copy.
+which is less where a device waits for its host. The roofline is the bytes that any implementation must move, inputs
+and outputs once, at the speed of a copy.
 
 flash-linear-attention tunes its kernels at the first call of every shape, for minutes; that is done beforehand here,
 in one process per case, and is no part of the times.
@@ -249,10 +249,10 @@ def show(row):
         print(f"{head}  refused: {row['refused'][:60]}")
         return
     gradient = row["errors"]["gradient"]
+    times = f"{row['ms']:9.3f}{row['kernels_ms']:9.3f}{row['ratio_to_ours']:8.2f}"
     print(
         f"{head}{row['errors']['output']:9.1e}{'' if gradient is None else f'{gradient:.1e}':>9}"
-        f"{'' if row['right'] else ' WRONG':6}{row['ms']:9.3f}{row['kernels_ms']:9.3f}{row['ratio_to_ours']:8.2f}{row['peak_MiB']:8.0f}"
-        f"{row['roofline']:10.0%}"
+        f"{'' if row['right'] else ' WRONG':6}{times}{row['peak_MiB']:8.0f}{row['roofline']:10.0%}"
     )
 
 
