@@ -120,8 +120,8 @@ def ops():
         "",
         f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, flash-linear-attention "
         f"{machine['flash-linear-attention']}; bf16, K = V. KDA is timed from the outputs of the projections, other "
-        "rules from unit keys, log-decays and write strengths. In brackets: what the kernels alone take, where a call waits "
-        "for its host. FlashKDA, forward only and in a process of its own on "
+        "rules from unit keys, log-decays and write strengths. In brackets: what the kernels alone take, where a call "
+        "waits for its host. FlashKDA, forward only and in a process of its own on "
         f"the same kind of machine: {', '.join(flash)}. {source(OPS)}",
     ]
     return "\n".join(lines)
