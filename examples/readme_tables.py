@@ -116,13 +116,17 @@ def ops():
         lines.append(f"| {rule}, {shape}, {row['pass']} | {_times(row)} | {numbers} |")
     machine = results["machine"]
     flash = [f"{row['ms']:.2f} ms at {row['case']}" for row in results["rows"] if row["by"] == "FlashKDA"]
+    said = (
+        " FlashKDA, forward only and in a process of its own on the same kind of machine: " + ", ".join(flash) + "."
+        if flash
+        else ""
+    )
     lines += [
         "",
         f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, flash-linear-attention "
         f"{machine['flash-linear-attention']}; bf16, K = V. KDA is timed from the outputs of the projections, other "
         "rules from unit keys, log-decays and write strengths. In brackets: what the kernels alone take, where a call "
-        "waits for its host. FlashKDA, forward only and in a process of its own on "
-        f"the same kind of machine: {', '.join(flash)}. {source(OPS)}",
+        f"waits for its host.{said} {source(OPS)}",
     ]
     return "\n".join(lines)
 

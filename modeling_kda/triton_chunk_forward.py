@@ -136,7 +136,8 @@ def prep_kernel(
     NEAR: tl.constexpr, PRECISE: tl.constexpr, IS_VARLEN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """P, Z and X of one chunk of one value head with decay per channel, scale q e^G, -W, k e^{G_C - G} and e^{G_C}.
-    DT: dtype of the operands that are multiplied here. The key channels are taken in one block or two."""
+    DT: dtype of the operands that are multiplied here. NEAR: how many levels the bound of the gate allows to do at
+    once, 0 for none. The key channels are taken in one block or two."""
     i_s = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
     bos, length, i_t = locate_chunk(i_s, cu_seqlens, T, NT, N, BT, IS_VARLEN)

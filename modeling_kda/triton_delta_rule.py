@@ -162,7 +162,6 @@ class Problem:
         self.varlen = {"IS_VARLEN": cu_seqlens is not None, "BT": CHUNK}
         self.write = {"ERASE": erase, "HAS_BETA": beta is not None, "RAW_BETA": raw_beta}
         self.gate = {"DECAY": self.decay}
-        self.form = form
         self.activations = {"QK_NORM": qk_norm, "GATE": form, "PRECISE": self.precise}
         # keys are expected to be about unit vectors where they erase, so that fp16 gains precision and cannot overflow
         narrow = erase or self.decay == 2
@@ -171,7 +170,7 @@ class Problem:
 
     def near(self, bound):
         """How many levels kernels do at once: more than none where the gate has a bound, and not in fp32."""
-        return levels_at_once(bound) if self.form == 2 and not self.precise else 0
+        return levels_at_once(bound) if self.activations["GATE"] == 2 and not self.precise else 0
 
     @cached_property
     def compiled(self):
@@ -199,12 +198,13 @@ def _forward(
     rows, norms = _parts(rows, 4), _parts(norms, 2)
     prepared = *rows, *norms, total, scores, erasing
     grid = p.slots * p.HV, 1, 1
+    scanned = _scan_keys(p, q, k, keys)
     # X takes the place of Z where no backward pass reads that
     solving = torch.empty_like(erasing) if save and p.erase and p.decay == 2 else erasing
     if p.decay == 2:
         p.launch(
             prep_kernel, grid, q, k, gate, beta, A_log, dt_bias, cu_seqlens, step_masks(q.device),
-            pair_levels(q.device), *_key_parts(keys), *prepared, solving, scale, bound, *p.lengths,
+            pair_levels(q.device), *scanned, *prepared, solving, scale, bound, *p.lengths,
             GATE=form, NEAR=p.near(bound), PRECISE=p.precise, **options,
         )  # fmt: skip
     else:
@@ -213,7 +213,7 @@ def _forward(
             q, k, gate, beta, cu_seqlens, pair_levels(q.device), *prepared, scale, *p.lengths, **options,
         )  # fmt: skip
     segments = 1 if save else num_segments(p)
-    _scan(p, segments, (v, *_scan_keys(p, q, k, keys), *rows, total, scores, solving, state), cu_seqlens,
+    _scan(p, segments, (v, *scanned, *rows, total, scores, solving, state), cu_seqlens,
           (o, errors, states, final), save)  # fmt: skip
     return outputs
 
@@ -290,15 +290,13 @@ def _parts(x, count):
     return *parts, *(None,) * (count - len(parts))
 
 
-def _key_parts(keys):
-    """scale q e^G, -W and k e^{G_C - G} of every slot. The first lies behind the second: one product reads both."""
+def _scan_keys(p, q, k, keys):
+    """What the scans read: scale q e^G, -W and k e^{G_C - G} of every slot, or the inputs, whose decays per head are
+    row factors. The queries lie behind -W in memory: one product reads both."""
+    if p.decay != 2:
+        return q, k, k
     k_in, q_in, k_out = keys.unbind(2)
     return q_in, k_in, k_out
-
-
-def _scan_keys(p, q, k, keys):
-    """What the scans read: prepared keys, or the inputs, whose decays per head are row factors."""
-    return _key_parts(keys) if p.decay == 2 else (q, k, k)
 
 
 def _backward(
